@@ -1,0 +1,38 @@
+"""CAGE Challenge 2: a network defence game (Blue) against scripted attackers (red), simulated exactly and fast.
+
+`Cage2VecEnv` plays many games in one compiled loop, `Cage2Env` plays one (`gymnasium.make("CAGE2-v0")`), and
+`envs.cage2.cyborg` puts the real CybORG behind the same interface. The rules stand in `rules.py` and `red_agents.py`,
+the tables in `scenario.py`.
+"""
+
+import gymnasium as gym
+
+from .env import Cage2Env
+from .render import describe
+from .scenario import ACTION_NAMES, DECOYS, EXPLOITS, HOSTS, NUM_ACTIONS, RED_ACTIONS, RED_AGENTS, SUBNET_OF, SUBNETS
+from .simulator import VERSIONS, WRAPPERS
+from .state import DRAW_NAMES
+from .vec_env import Cage2VecEnv
+
+__all__ = [
+    "ACTION_NAMES",
+    "DECOYS",
+    "DRAW_NAMES",
+    "EXPLOITS",
+    "HOSTS",
+    "NUM_ACTIONS",
+    "RED_ACTIONS",
+    "RED_AGENTS",
+    "SUBNETS",
+    "SUBNET_OF",
+    "VERSIONS",
+    "WRAPPERS",
+    "Cage2Env",
+    "Cage2VecEnv",
+    "describe",
+]
+
+if "CAGE2-v0" not in gym.registry:
+    gym.register(
+        "CAGE2-v0", entry_point="envs.cage2:Cage2Env", vector_entry_point="envs.cage2:Cage2VecEnv", nondeterministic=False
+    )

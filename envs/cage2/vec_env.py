@@ -1,0 +1,229 @@
+"""Cage2VecEnv: many CAGE Challenge 2 games as one `gymnasium.vector.VectorEnv`."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.error import ResetNeeded
+from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector.utils import batch_space
+
+from . import simulator
+from .render import describe, render_ansi, render_rgb
+from .scenario import NUM_ACTIONS, OBS_SIZE, RED_AGENTS
+from .state import CHANGING, FREE
+
+RENDER_MODES = ("ansi", "rgb_array")
+TRUE_STATE = (
+    "red_access", "red_sessions", "clearable", "decoys", "malware", "red_agent", "ot_up", "ot_known", "steps",
+)  # fmt: skip
+
+
+def check_render_mode(render_mode: str | None) -> None:
+    """Raise ValueError unless `render()` can draw in this mode."""
+    if render_mode is not None and render_mode not in RENDER_MODES:
+        raise ValueError(f"There is no render mode {render_mode!r}; choose from {', '.join(RENDER_MODES)}, or None.")
+
+
+def red_agent_indices(red_agents: str | Sequence[str], num_envs: int) -> np.ndarray:
+    """(num_envs,) int8 indices into `RED_AGENTS` of one name for all, or one name for each environment."""
+    names = [red_agents] * num_envs if isinstance(red_agents, str) else list(red_agents)
+    unknown = [name for name in names if name not in RED_AGENTS]
+    if unknown or len(names) != num_envs:
+        raise ValueError(
+            f"options['red_agent'] must name one of {', '.join(RED_AGENTS)}, or {num_envs} of them, not {red_agents!r}."
+        )
+    return np.array([RED_AGENTS.index(name) for name in names], np.int8)
+
+
+def save_states(states: np.ndarray) -> dict[str, np.ndarray]:
+    """Everything that changes in an array of records, as plain arrays by field name."""
+    return {name: states[name].copy() for name in CHANGING}
+
+
+def load_states(states: np.ndarray, saved: Mapping[str, np.ndarray]) -> None:
+    """Put back what `save_states` took; ValueError if it was taken from something else."""
+    expected = {name: states[name].shape for name in CHANGING}
+    found = {name: np.shape(value) for name, value in saved.items()}
+    if found != expected:
+        wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        raise ValueError(
+            f"This state does not fit {len(states)} CAGE2 environments: field {wrong[0]!r} should have shape "
+            f"{expected.get(wrong[0])}, but has {found.get(wrong[0])}; was it saved with another num_envs?"
+        )
+    for name in expected:
+        states[name] = saved[name]
+
+
+class Cage2VecEnv(VectorEnv):
+    """The CAGE Challenge 2 game, `num_envs` times, stepped by one compiled loop.
+
+    Observations (num_envs, 52) float32 zeros and ones: for each of `HOSTS`, two bits of activity in this step (None 00,
+    Scan 10, Exploit 11) and two of remembered compromise (No 00, Unknown 10, User 01, Privileged 11). Actions are indices
+    into `ACTION_NAMES` (145). Rewards are <= 0, on a grid of 0.1. An episode never terminates; it is truncated after
+    `max_steps` and restarted in the same step (`infos["final_obs"]`).
+
+    Args:
+        num_envs: number of games.
+        red_agent: "b_line", "meander", "sleep", or a mixture as a dict from name to probability, drawn at every reset.
+        green: whether Green scans ports (the official evaluation has it asleep).
+        version: "head", the code one clones today, or "leaderboard", the code behind the published scores.
+        wrapper: "challenge", the official observation, or "cardiff", that of the winner's repository.
+        max_steps: episode length.
+        seed: environment n starts on the random stream of seed + n; None seeds from the operating system.
+        state_in_info: put `describe`'s account of the true state in every info (slow; for reading, not for training).
+        render_mode: what `render` returns for each environment: "ansi" text or "rgb_array" picture.
+
+    Raises ValueError, in one sentence, on any setting, action, seed or state that does not fit.
+    """
+
+    metadata: dict[str, Any] = {
+        "autoreset_mode": AutoresetMode.SAME_STEP,
+        "render_modes": list(RENDER_MODES),
+        "render_fps": 4,
+    }
+
+    def __init__(
+        self,
+        num_envs: int = 1,
+        red_agent: str | Mapping[str, float] = "b_line",
+        green: bool = False,
+        version: str = "head",
+        wrapper: str = "challenge",
+        max_steps: int = 100,
+        seed: int | None = None,
+        state_in_info: bool = False,
+        render_mode: str | None = None,
+    ) -> None:
+        check_render_mode(render_mode)
+        self._states = simulator.new_states(num_envs, red_agent, green, version, wrapper, max_steps)
+        self.num_envs = int(num_envs)
+        self.single_observation_space = spaces.Box(0.0, 1.0, (OBS_SIZE,), np.float32)
+        self.single_action_space = spaces.Discrete(NUM_ACTIONS)
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        self.action_space = batch_space(self.single_action_space, self.num_envs)
+        self.render_mode = render_mode
+        self._state_in_info = state_in_info
+        self._free_tape = simulator.free_tape(self.num_envs)
+        self._true_state = {name: self._read_only(name) for name in TRUE_STATE}
+        self._draws = self._read_only("draws")
+        self._needs_reset = True
+        self._seed(simulator.system_seed() if seed is None else seed)
+
+    def _read_only(self, name: str) -> np.ndarray:
+        field = self._states["sessions" if name == "red_sessions" else name]
+        view = field.view(np.bool_) if name in ("clearable", "malware", "ot_up", "ot_known") else field.view()
+        view.flags.writeable = False
+        return view
+
+    def _seed(self, seed: int | Sequence[int | None]) -> None:
+        seeds = range(seed, seed + self.num_envs) if isinstance(seed, int | np.integer) else list(seed)
+        if len(seeds) != self.num_envs or any(s is not None and s < 0 for s in seeds):
+            raise ValueError(f"seed must be a whole number >= 0 or {self.num_envs} of them, but it is {seed!r}.")
+        for n, s in enumerate(seeds):
+            if s is not None:
+                simulator.seed_states(self._states[n : n + 1], [s])
+
+    def true_state(self) -> dict[str, np.ndarray]:
+        """What really holds, of every environment, as read-only views of the running game (nothing is copied).
+
+        Keys: `red_access` (N, 13) uint8, 0 none, 1 user, 2 privileged; `red_sessions` (N, 13, 3) int32, red's removable
+        user, other user and privileged sessions; `clearable` (N, 13) bool, whether Blue can end a red session on the
+        host (by Restore if not by Remove; red's permanent foothold on User0 does not count); `decoys` (N, 13) uint8, bit k
+        for decoy k of `DECOYS`; `malware` (N, 13) bool; `red_agent` (N,) int8, index into `RED_AGENTS`; `ot_up`,
+        `ot_known` (N,) bool; `steps` (N,) int32 since the episode began. The arrays change with the next step or reset:
+        read them before `step` for the state before the action, after it for the state that it led to.
+        """
+        return self._true_state
+
+    @property
+    def draws(self) -> np.ndarray:
+        """(N, 6) int8 view: the outcomes of the last step's random draws, in the order of `DRAW_NAMES`; -1 if none was made.
+
+        Passed to `step(actions, draws=...)` of this or another environment in the same state, they repeat the step.
+        """
+        return self._draws
+
+    def reset(
+        self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
+    ) -> tuple[np.ndarray, dict[str, Any]]:
+        """Start an episode everywhere; `options={"red_agent": name or names}` sets the red agents of these episodes."""
+        if seed is not None:
+            self._seed(seed)
+        chosen = (options or {}).get("red_agent")
+        simulator.start(self._states, None, None if chosen is None else red_agent_indices(chosen, self.num_envs))
+        self._needs_reset = False
+        return np.zeros((self.num_envs, OBS_SIZE), np.float32), self._infos()
+
+    def step(
+        self, actions: Any, draws: Any = None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        """Take `actions` (N,), whole numbers in 0..144; `draws` (N, 6) injects random outcomes (-2: draw freely).
+
+        Returns observations (N, 52), rewards (N,), terminations (N,), which are all False, truncations (N,), infos.
+        """
+        if self._needs_reset:
+            raise ResetNeeded("Call reset() or set_state() before step().")
+        actions = np.asarray(actions)
+        if actions.shape != (self.num_envs,) or actions.dtype.kind not in "iu":
+            raise ValueError(
+                f"actions must be whole numbers of shape ({self.num_envs},), but they are {actions.dtype} of shape "
+                f"{actions.shape}."
+            )
+        if actions.min() < 0 or actions.max() >= NUM_ACTIONS:
+            n = int(np.flatnonzero((actions < 0) | (actions >= NUM_ACTIONS))[0])
+            raise ValueError(f"The action of environment {n} is {actions[n]}, but must be in 0..{NUM_ACTIONS - 1}.")
+        obs = np.empty((self.num_envs, OBS_SIZE), np.float32)
+        actions = np.ascontiguousarray(actions, np.int64)
+        red_agents = None
+        if draws is None:
+            rewards, truncations = simulator.step(self._states, actions, self._free_tape, obs)
+        else:
+            draws = np.asarray(draws)
+            rewards, truncations = simulator.step_with_tape(self._states, actions, draws, obs)
+            red_agents = np.where(draws[:, -1] < 0, FREE, draws[:, -1]).astype(np.int8)
+        infos: dict[str, Any] = {}
+        if truncations.any():
+            infos = self._final_infos(obs, truncations)
+            simulator.start(self._states, truncations, red_agents)
+            obs[truncations] = 0.0
+        return obs, rewards, np.zeros(self.num_envs, np.bool_), truncations, infos | self._infos()
+
+    def _infos(self) -> dict[str, Any]:
+        """Gymnasium's batched form of `describe` for every environment, or nothing unless asked for."""
+        infos: dict[str, Any] = {}
+        if self._state_in_info:
+            for n in range(self.num_envs):
+                infos = self._add_info(infos, describe(self._states[n]), n)
+        return infos
+
+    def _final_infos(self, obs: np.ndarray, ended: np.ndarray) -> dict[str, Any]:
+        final_obs = np.full(self.num_envs, None, object)
+        final_info: dict[str, Any] = {}
+        for n in np.flatnonzero(ended).tolist():
+            final_obs[n] = obs[n].copy()
+            if self._state_in_info:
+                final_info = self._add_info(final_info, describe(self._states[n]), n)
+        return {
+            "final_obs": final_obs,
+            "_final_obs": ended.copy(),
+            "final_info": final_info,
+            "_final_info": ended.copy(),
+        }
+
+    def get_state(self) -> dict[str, Any]:
+        """Everything that a continued run needs, random streams included, as a dict of arrays (settings excluded)."""
+        return save_states(self._states)
+
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state saved by an environment with the same settings."""
+        load_states(self._states, state)
+        self._needs_reset = False
+
+    def render(self) -> tuple[Any, ...] | None:
+        """A text or picture of every environment, in the constructor's `render_mode`."""
+        if self.render_mode is None:
+            raise ValueError('Construct the environment with render_mode="ansi" or "rgb_array" to render it.')
+        draw = render_ansi if self.render_mode == "ansi" else render_rgb
+        return tuple(draw(state) for state in self._states)
