@@ -1,0 +1,117 @@
+"""What every benchmark needs: what machine this is, fair interleaved rounds, and results as JSON and Markdown."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results"
+
+
+def machine_info(packages: Sequence[str] = ()) -> dict[str, Any]:
+    """Return what a reader needs to judge a measurement: CPU, cores, memory, versions, commit, date and load.
+
+    Args:
+        packages: distribution names whose versions matter here; one that is not installed is listed as None.
+    """
+
+    def version(name: str) -> str | None:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return None
+
+    def git(*arguments: str) -> str:
+        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    return {
+        "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+        "cpu": _cpu_model(),
+        "cores": len(cores),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "load_average": [round(load, 2) for load in os.getloadavg()],
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in packages},
+        "commit": git("rev-parse", "--short", "HEAD") or None,
+        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
+    }
+
+
+def _cpu_model() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def interleave(candidates: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+    """Measure the candidates in turn, `rounds` times over, so that a busy moment of the machine hits all of them.
+
+    Args:
+        candidates: name -> function that measures once and returns the figure (steps per second, say). Build and
+            warm up what is measured before, not inside.
+        rounds: how often. Each round begins with the next candidate, so that none always follows the same one.
+
+    Returns:
+        name -> the `rounds` figures, in order; figures of one round belong together (see `median_ratio`).
+    """
+    figures: dict[str, list[float]] = {name: [] for name in candidates}
+    names = list(candidates)
+    for round_index in range(rounds):
+        shift = round_index % len(names)
+        for name in names[shift:] + names[:shift]:
+            figures[name].append(candidates[name]())
+    return figures
+
+
+def summary(figures: Sequence[float]) -> dict[str, float]:
+    """Return median, minimum and maximum of one candidate's figures, and how many there are."""
+    return {
+        "median": statistics.median(figures),
+        "min": min(figures),
+        "max": max(figures),
+        "rounds": len(figures),
+    }
+
+
+def median_ratio(figures: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the median over rounds of figure / reference: pairs of one round saw the same machine."""
+    return statistics.median(a / b for a, b in zip(figures, reference, strict=True))
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Return a Markdown table; cells are shown as `str` shows them."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
+
+
+def machine_line(info: dict[str, Any]) -> str:
+    """Return `machine_info` as one sentence for the foot of a Markdown page."""
+    versions = ", ".join(f"{name} {version}" for name, version in info["packages"].items() if version)
+    changes = " with uncommitted changes" if info["uncommitted_changes"] else ""
+    return (
+        f"Measured {info['date']} at commit {info['commit']}{changes} on {info['cores']} cores of {info['cpu']}, "
+        f"{info['memory_gib']} GiB, Python {info['python']}, {versions}; load average before: "
+        f"{info['load_average'][0]}.\n"
+    )
+
+
+def write_results(name: str, data: dict[str, Any], markdown: str, folder: Path = RESULTS) -> None:
+    """Write `data` to `folder/name.json` and `markdown` to `folder/name.md`, and print the latter."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+    (folder / f"{name}.md").write_text(markdown)
+    print(markdown)
