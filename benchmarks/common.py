@@ -1,4 +1,4 @@
-"""What every benchmark needs: what machine this is, fair interleaved rounds, and results as JSON and Markdown."""
+"""What every benchmark needs: machine facts, fair interleaved rounds, results as JSON and Markdown."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ def _cpu_model() -> str:
 
 
 def interleave(candidates: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
-    """Measure the candidates in turn, `rounds` times over, so that a busy moment of the machine hits all of them.
+    """Measure the candidates in turn, `rounds` times over, so that a busy moment of the machine hits all.
 
     Args:
-        candidates: name -> function that measures once and returns the figure (steps per second, say). Build and
-            warm up what is measured before, not inside.
-        rounds: how often. Each round begins with the next candidate, so that none always follows the same one.
+        candidates: name -> function that measures once and returns the figure (steps per second, say). Build
+            and warm up what is measured before, not inside.
+        rounds: how often. Each round begins with the next candidate, so that none always comes first.
 
     Returns:
         name -> the `rounds` figures, in order; figures of one round belong together (see `median_ratio`).
@@ -103,9 +103,9 @@ def machine_line(info: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in info["packages"].items() if version)
     changes = " with uncommitted changes" if info["uncommitted_changes"] else ""
     return (
-        f"Measured {info['date']} at commit {info['commit']}{changes} on {info['cores']} cores of {info['cpu']}, "
-        f"{info['memory_gib']} GiB, Python {info['python']}, {versions}; load average before: "
-        f"{info['load_average'][0]}.\n"
+        f"Measured {info['date']} at commit {info['commit']}{changes} on {info['cores']} cores of "
+        f"{info['cpu']}, {info['memory_gib']} GiB, Python {info['python']}, {versions}; "
+        f"load average before: {info['load_average'][0]}.\n"
     )
 
 
