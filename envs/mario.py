@@ -48,11 +48,8 @@ _RIGHT_ONLY = (0, RIGHT, RIGHT | A, RIGHT | B, RIGHT | A | B)
 _SIMPLE = (*_RIGHT_ONLY, A, LEFT)
 _COMPLEX = (*_SIMPLE, LEFT | A, LEFT | B, LEFT | A | B, DOWN, UP)
 ACTION_SETS = {"right_only": _RIGHT_ONLY, "simple": _SIMPLE, "complex": _COMPLEX}
-OBSERVATIONS = {
-    "gray64": (1, 64, 4),
-    "rgb64": (3, 64, 1),
-    "gray84": (1, 84, 4),
-}  # channels, side, frame stack
+# channels, side, and the default frame stack
+OBSERVATIONS = {"gray64": (1, 64, 4), "rgb64": (3, 64, 1), "gray84": (1, 84, 4)}
 SCORE_ROWS = 32  # of the screen's 240
 
 
@@ -72,8 +69,7 @@ class RewardTerms(NamedTuple):
 
 
 REWARDS = {
-    # a finished 1-1 is worth about 300, one decision about 1: values a network can fit without normalising
-    # them
+    # a finished 1-1 is worth about 300, a decision about 1: a network fits such values as they are
     "shaped": RewardTerms(progress=1.0, clock=-1.0, flag=50.0, death=-50.0, scale=0.1),
     # the source document's values: a finished 1-1 is worth about 4,090
     "document": RewardTerms(progress=1.0, clock=-0.1, flag=1000.0, death=-15.0, scale=1.0),

@@ -1,5 +1,4 @@
-"""The rules of Super Mario Bros as its RAM tells them: how a stage starts, what progress, death and the goal
-are.
+"""The rules of Super Mario Bros as its RAM tells them: how a stage starts, what progress, death and goal are.
 
 `MarioGame` plays the cartridge frame by frame on any `NesCore`, hides the frames in which the game ignores
 the controller, and reports the same facts on every backend. Addresses are those of the public disassembly of
@@ -173,8 +172,8 @@ class MarioGame:
         """
         if state["backend"] != self.backend:
             raise ValueError(
-                f"this state was saved on backend {state['backend']!r}, but this environment runs
-                {self.backend!r}; " f"construct it with backend={state['backend']!r}"
+                f"this state was saved on backend {state['backend']!r}, but this environment runs on "
+                f"{self.backend!r}; construct it with backend={state['backend']!r}"
             )
         self.core.load(state["core"])
         self.best_x = dict(state["best_x"])

@@ -6,11 +6,11 @@
     x = core.ram[0x6D] * 256 + core.ram[0x86]
     state = core.save()                   # a uint8 array; core.load(state) continues bit for bit
 
-| backend  | emulator                                    | needs                                | frames/s    |
-|----------|---------------------------------------------|--------------------------------------|-------------|
-| `nes_py` | nes-py 8 through ctypes (Python 3.11, 3.12) | `pip install nes-py` (and g++)       | about 800   |
-| `nes_py` | nes-py 9, a Cython class (Python >= 3.13)   | `pip install nes-py`                 | about 1,000 |
-| `fceumm` | FCEUmm, the core inside stable-retro        | `pip install --no-deps stable-retro` | about 4,000 |
+| backend  | emulator                                    | needs                                | frames/s   |
+|----------|--------------------------------------------|-------------------------------------|------------|
+| `nes_py` | nes-py 8 through ctypes (Python 3.11, 3.12) | `pip install nes-py` (and g++)       | about 800  |
+| `nes_py` | nes-py 9, a Cython class (Python >= 3.13)   | `pip install nes-py`                 | about 1000 |
+| `fceumm` | FCEUmm, the core inside stable-retro        | `pip install --no-deps stable-retro` | about 4000 |
 
 nes-py 8 and 9 compute the same RAM bit for bit; FCEUmm's timing differs, so a policy belongs to the backend
 it was trained on. The cartridge is the file that gym-super-mario-bros carries; neither package is imported
