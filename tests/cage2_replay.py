@@ -2,10 +2,11 @@
 
     python -m tests.cage2_replay ../shared/cage2/traces
 
-Each recorded step's random outcomes (Green's target, red's choice of target and exploit, detection, escalated session)
-are injected with Blue's action; everything else must follow. One line per file: values compared and mismatches for each
-array. "red_choice" counts whether the recorded red action is one that our red agent could have chosen, and
-"red_stage" B_line's stage counter. Exit code 1 on any mismatch, 2 when there is nothing to replay.
+Each recorded step's random outcomes (Green's target, red's choice of target and exploit, detection, escalated
+session) are injected with Blue's action; everything else must follow. One line per file: values compared and
+mismatches for each array. "red_choice" counts whether the recorded red action is one that our red agent could
+have chosen, and "red_stage" B_line's stage counter. Exit code 1 on any mismatch, 2 when there is nothing to
+replay.
 """
 
 import argparse
@@ -17,22 +18,24 @@ from typing import Any
 
 import numpy as np
 
-from envs.cage2 import scenario, simulator
+from envs.cage2 import scenario
 
 ARRAYS = (
-    "obs", "obs_cardiff", "reward", "red_success", "blue_success", "red_access", "red_sessions", "decoys", "n_vsftpd",
-    "malware", "red_options", "red_known_ip", "ot_known", "ot_up", "red_choice", "red_stage",
+    "obs", "obs_cardiff", "reward", "red_success", "blue_success", "red_access", "red_sessions", "decoys",
+    "n_vsftpd", "malware", "red_options", "red_known_ip", "ot_known", "ot_up", "red_choice", "red_stage",
 )  # fmt: skip
 RED_AGENT_OF_FILE = {"bline": "b_line", "meander": "meander", "sleep": "sleep"}
 
 
 def parse_name(path: Path) -> tuple[str, bool, bool]:
-    """Red agent, whether Green acts, and whether it is the leaderboard version, from `[lb_]{red}_{green}_{blue}.npz`."""
+    """Red agent, whether Green acts, whether leaderboard rules: from `[lb_]{red}_{green}_{blue}.npz`."""
     parts = path.stem.split("_")
     leaderboard = parts[0] == "lb"
     red, green = parts[leaderboard : leaderboard + 2]
     if red not in RED_AGENT_OF_FILE or green not in ("green", "nogreen"):
-        raise ValueError(f"{path.name} is not named [lb_]bline|meander|sleep_green|nogreen_<blue policy>.npz.")
+        raise ValueError(
+            f"{path.name} is not named [lb_]bline|meander|sleep_green|nogreen_<blue policy>.npz."
+        )
     return RED_AGENT_OF_FILE[red], green == "green", leaderboard
 
 
@@ -67,9 +70,9 @@ def replay(
 ) -> dict[str, tuple[int, int]]:
     """Replay one file, through both wrappers.
 
-    Args: path of the recording; `modules` is the simulator to test, an object with modules `simulator`, `state`, `rules`
-    (default: `envs.cage2`); only the first `episodes`; `stop_at_first` returns after the first step with a mismatch.
-    Returns, for each array, how many values were compared and how many differed.
+    Args: path of the recording; `modules` is the simulator to test, an object with modules `simulator`,
+    `state`, `rules` (default: `envs.cage2`); only the first `episodes`; `stop_at_first` returns after the
+    first step with a mismatch. Returns, for each array, how many values were compared and how many differed.
     """
     if modules is None:
         from envs import cage2 as modules
@@ -105,7 +108,15 @@ def replay(
             compare(obs_name, obs, trace[obs_name][:, t + 1])
             if not cardiff:
                 compare("reward", rewards.astype(np.float32), trace["reward"][:, t])
-                for name in ("red_success", "blue_success", "red_access", "decoys", "malware", "ot_known", "ot_up"):
+                for name in (
+                    "red_success",
+                    "blue_success",
+                    "red_access",
+                    "decoys",
+                    "malware",
+                    "ot_known",
+                    "ot_up",
+                ):
                     compare(name, states[name], trace[name][:, t])
                 compare("red_sessions", states["sessions"], trace["red_sessions"][:, t])
                 compare("n_vsftpd", states["num_vsftpd"], trace["n_vsftpd"][:, t])
@@ -125,7 +136,10 @@ def main(argv: list[str] | None = None) -> int:
     directory = parser.parse_args(argv).directory
     paths = sorted(directory.glob("*.npz"))
     if not paths:
-        print(f"There is no .npz recording in {directory}; name a folder like ../shared/cage2/traces.", file=sys.stderr)
+        print(
+            f"There is no .npz recording in {directory}; name a folder like ../shared/cage2/traces.",
+            file=sys.stderr,
+        )
         return 2
     total = Counter()
     for path in paths:
@@ -134,7 +148,9 @@ def main(argv: list[str] | None = None) -> int:
         total["wrong"] += sum(wrong for _, wrong in counts.values())
         columns = "  ".join(f"{name} {compared}/{wrong}" for name, (compared, wrong) in counts.items())
         print(f"{path.stem}: {columns}", flush=True)
-    print(f"{len(paths)} files, {total['compared']} values compared, {total['wrong']} mismatches (compared/mismatches)")
+    print(
+        f"{len(paths)} files (compared/mismatches): {total['compared']} compared, {total['wrong']} mismatches"
+    )
     return 1 if total["wrong"] else 0
 
 

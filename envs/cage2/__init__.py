@@ -1,15 +1,25 @@
-"""CAGE Challenge 2: a network defence game (Blue) against scripted attackers (red), simulated exactly and fast.
+"""CAGE Challenge 2: a network defence game (Blue) against scripted attackers (red), exact and fast.
 
 `Cage2VecEnv` plays many games in one compiled loop, `Cage2Env` plays one (`gymnasium.make("CAGE2-v0")`), and
-`envs.cage2.cyborg` puts the real CybORG behind the same interface. The rules stand in `rules.py` and `red_agents.py`,
-the tables in `scenario.py`.
+`envs.cage2.cyborg` puts the real CybORG behind the same interface. The rules stand in `rules.py` and
+`red_agents.py`, the tables in `scenario.py`.
 """
 
 import gymnasium as gym
 
 from .env import Cage2Env
 from .render import describe
-from .scenario import ACTION_NAMES, DECOYS, EXPLOITS, HOSTS, NUM_ACTIONS, RED_ACTIONS, RED_AGENTS, SUBNET_OF, SUBNETS
+from .scenario import (
+    ACTION_NAMES,
+    DECOYS,
+    EXPLOITS,
+    HOSTS,
+    NUM_ACTIONS,
+    RED_ACTIONS,
+    RED_AGENTS,
+    SUBNET_OF,
+    SUBNETS,
+)
 from .simulator import VERSIONS, WRAPPERS
 from .state import DRAW_NAMES
 from .vec_env import Cage2VecEnv
@@ -34,5 +44,8 @@ __all__ = [
 
 if "CAGE2-v0" not in gym.registry:
     gym.register(
-        "CAGE2-v0", entry_point="envs.cage2:Cage2Env", vector_entry_point="envs.cage2:Cage2VecEnv", nondeterministic=False
+        "CAGE2-v0",
+        entry_point="envs.cage2:Cage2Env",
+        vector_entry_point="envs.cage2:Cage2VecEnv",
+        nondeterministic=False,
     )

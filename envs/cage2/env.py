@@ -15,10 +15,10 @@ from .vec_env import RENDER_MODES, check_render_mode, load_states, red_agent_ind
 
 
 class Cage2Env(gym.Env):
-    """One game with the rules, arguments and numbers of `Cage2VecEnv`: with the same seed, the same episode to the bit.
+    """One game with the rules, arguments and numbers of `Cage2VecEnv`; equal seeds give equal episodes.
 
-    Every info holds the true state in words and arrays (see `describe`) unless `state_in_info` is False; the info of
-    `reset` also has the names of `hosts` and `action_names`. There is no autoreset.
+    Every info holds the true state in words and arrays (see `describe`) unless `state_in_info` is False; the
+    info of `reset` also has the names of `hosts` and `action_names`. There is no autoreset.
     """
 
     metadata: dict[str, Any] = {"render_modes": list(RENDER_MODES), "render_fps": 4}
@@ -60,11 +60,15 @@ class Cage2Env(gym.Env):
         return np.zeros(OBS_SIZE, np.float32), info
 
     def step(self, action: Any, draws: Any = None) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
-        """Take an action, a whole number in 0..144; `draws` (6,) injects random outcomes (see `Cage2VecEnv.draws`)."""
+        """Take an action in 0..144; `draws` (6,) injects random outcomes (see `Cage2VecEnv.draws`)."""
         if self._needs_reset:
-            raise ResetNeeded("Call reset() or set_state() before step(), and reset() again when an episode has ended.")
+            raise ResetNeeded(
+                "Call reset() or set_state() before step(), and reset() again when an episode has ended."
+            )
         if not self.action_space.contains(action):
-            raise ValueError(f"The action must be a whole number in 0..{NUM_ACTIONS - 1}, but it is {action!r}.")
+            raise ValueError(
+                f"The action must be a whole number in 0..{NUM_ACTIONS - 1}, but it is {action!r}."
+            )
         obs = np.empty((1, OBS_SIZE), np.float32)
         actions = np.array([action], np.int64)
         if draws is None:
@@ -76,7 +80,7 @@ class Cage2Env(gym.Env):
 
     @property
     def draws(self) -> np.ndarray:
-        """(6,) int8: the outcomes of the last step's random draws, in the order of `DRAW_NAMES`; -1 if none was made."""
+        """(6,) int8: outcomes of the last step's random draws by `DRAW_NAMES`; -1 where none was made."""
         return self._states["draws"][0].copy()
 
     def _info(self) -> dict[str, Any]:
@@ -94,7 +98,7 @@ class Cage2Env(gym.Env):
         self._needs_reset, self._seeded = needs_reset, True
 
     def render(self) -> Any:
-        """The game as text or as an rgb picture (height, width, 3) uint8, in the constructor's `render_mode`."""
+        """The game as text or as a picture (height, width, 3) uint8, in the constructor's `render_mode`."""
         if self.render_mode is None:
             raise ValueError('Construct the environment with render_mode="ansi" or "rgb_array" to render it.')
         return render_ansi(self._states[0]) if self.render_mode == "ansi" else render_rgb(self._states[0])

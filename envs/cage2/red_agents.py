@@ -1,21 +1,22 @@
-"""The two scripted attackers of the challenge, B_line and Meander, and how red's choice is carried out (SPEC 7)."""
+"""The scripted attackers of the challenge, B_line and Meander, and how they act (SPEC 7)."""
 
 import numpy as np
 from numba import njit
 
-from .rules import (
-    bit, discover_network_services, discover_remote_systems, exploit_remote_service, impact, privilege_escalate,
+from .rules import (  # isort: skip
+    bit, discover_network_services, discover_remote_systems, exploit_remote_service, impact,
+    privilege_escalate,
 )  # fmt: skip
-from .scenario import (
-    B_LINE, ENTERPRISE, ENTERPRISE0, ENTERPRISE1, ENTERPRISE2, ENTERPRISE_SERVERS, ESCALATE, EXPLOIT, FAILURE, IMPACT,
-    MEANDER, OPERATIONAL, OP_SERVER0, RED_SLEEP, SCAN, SUBNET_HOSTS, SUCCESS, SWEEP, UNKNOWN, USER, USER1, USER2, USER3,
-    USER4, host_set,
+from .scenario import (  # isort: skip
+    B_LINE, ENTERPRISE, ENTERPRISE0, ENTERPRISE1, ENTERPRISE2, ENTERPRISE_SERVERS, ESCALATE, EXPLOIT,
+    FAILURE, IMPACT, MEANDER, OPERATIONAL, OP_SERVER0, RED_SLEEP, SCAN, SUBNET_HOSTS, SUCCESS, SWEEP,
+    UNKNOWN, USER, USER1, USER2, USER3, USER4, host_set,
 )  # fmt: skip
 from .state import NONE, RED_TARGET, draw_lowest, draw_member
 
 USER_TARGETS = host_set(USER1, USER2, USER3, USER4)
 
-# B_line's script: the action of each stage, its fixed target (or whose), and the stage to go to when it failed.
+# B_line's script: the action of each stage, its target, and the stage to go to when it failed.
 ITS_USER_HOST, ITS_ENTERPRISE_HOST = -2, -3
 B_LINE_SCRIPT = (
     (SWEEP, USER, 0),
@@ -34,7 +35,9 @@ B_LINE_SCRIPT = (
     (ESCALATE, OP_SERVER0, 12),
     (IMPACT, OP_SERVER0, 13),
 )
-STAGE_ACTION, STAGE_TARGET, STAGE_AFTER_FAILURE = (np.array(column) for column in zip(*B_LINE_SCRIPT, strict=True))
+STAGE_ACTION, STAGE_TARGET, STAGE_AFTER_FAILURE = (
+    np.array(column) for column in zip(*B_LINE_SCRIPT, strict=True)
+)
 LAST_STAGE = len(B_LINE_SCRIPT) - 1
 FIRST_SCAN_OF_USER, FIRST_OP_SERVER_EXPLOIT = 1, 12
 
@@ -78,13 +81,15 @@ def carry_out(e):
 
 @njit
 def b_line_chooses(e):
-    """B_line follows a script of 15 stages along one path to Op_Server0, stepping back on failure (SPEC 7.1)."""
+    """B_line follows a script of 15 stages straight to Op_Server0, stepping back on failure (SPEC 7.1)."""
     if e.red_success == SUCCESS:
         e.stage = min(e.stage + 1, LAST_STAGE)
     else:
         e.stage = STAGE_AFTER_FAILURE[e.stage]
     if e.stage == FIRST_OP_SERVER_EXPLOIT:
-        if e.scan_was_empty and not e.op_server_attacked:  # it never learnt the address: begin again with its user host
+        if (
+            e.scan_was_empty and not e.op_server_attacked
+        ):  # it never learnt the address: begin again with its user host
             e.stage = FIRST_SCAN_OF_USER
         else:
             e.op_server_attacked = True

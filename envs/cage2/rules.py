@@ -1,21 +1,22 @@
-"""The rules of the game, one function each: what actions do, what they cost, what Blue sees (SPEC 6, 8, 9, 10).
+"""The rules, one function each: what the actions of Blue, Green and red do (SPEC 6, 8).
 
 Every function takes one environment's record `e` (see `state.py`) and changes it in place. Compiled by Numba.
 """
 
 from numba import njit
 
-from .scenario import (
-    ACTIVITY_BITS, ANALYSE, BEST_EXPLOITS_FIRST, BLUE_KEEP, CLEAN, COMPROMISED_BITS, DECOYS_AGAINST, DECOY_CHECKS,
-    DECOY_FITS, DECOY_OPENS, DETECTION_PROBABILITY, ENTERPRISE_SERVERS, EXPLOITED, EXPLOIT_NEEDS_ANY, EXPLOIT_PORT,
-    EXTRA_SOCKETS, FAILURE, FIRST_DECOY, GENUINE, GREEN_ACTS_PROBABILITY, GREEN_TARGETS, HARAKA_RCE, LINK, LISTENING,
-    MONITOR, NO_SERVICE, NUM_DECOYS, NUM_EXPLOITS, NUM_HOSTS, OPERATIONAL, OP_SERVER0, OTHER_USER, OT_DOWN_COST,
-    PRIVILEGED, PRIVILEGED_COST, PRIVILEGED_LEVEL, PRIVILEGED_SHELL, QUIET, REMOVABLE, REMOVE, RESTORE, RESTORE_COST,
-    SCANNED, SLEEP, SSH_BRUTE_FORCE, SSH_REFUSED, SSH_SESSION, SUBNET_HOSTS, SUBNET_OF, SUCCESS, SUSPECT,
-    TOP_EXPLOIT_PROBABILITY, UNKNOWN, USER0, USER_LEVEL, VSFTPD,
+from .scenario import (  # isort: skip
+    ANALYSE, BEST_EXPLOITS_FIRST, CLEAN, DECOYS_AGAINST, DECOY_CHECKS, DECOY_FITS, DECOY_OPENS,
+    DETECTION_PROBABILITY, ENTERPRISE0, ENTERPRISE1, ENTERPRISE2, EXPLOIT_NEEDS_ANY, EXPLOIT_PORT,
+    EXTRA_SOCKETS, FAILURE, FIRST_DECOY, GENUINE, GREEN_ACTS_PROBABILITY, GREEN_TARGETS, HARAKA_RCE, LINK,
+    LISTENING, MONITOR, NO_SERVICE, NUM_DECOYS, NUM_EXPLOITS, NUM_HOSTS, OPERATIONAL, OP_SERVER0,
+    OTHER_USER, PRIVILEGED, PRIVILEGED_SHELL, REMOVABLE, REMOVE, RESTORE, SLEEP, SSH_BRUTE_FORCE,
+    SSH_REFUSED, SSH_SESSION, SUBNET_HOSTS, SUBNET_OF, SUCCESS, SUSPECT, TOP_EXPLOIT_PROBABILITY, UNKNOWN,
+    USER0, VSFTPD,
 )  # fmt: skip
-from .state import (
-    FREE, GREEN_TARGET, NONE, RED_DETECT, RED_ESC_REMOVABLE, RED_EXPLOIT, draw_event, draw_member, next_uniform, size_of,
+from .state import (  # isort: skip
+    FREE, GREEN_TARGET, NONE, RED_DETECT, RED_ESC_REMOVABLE, RED_EXPLOIT, draw_event, draw_member,
+    next_uniform, size_of,
 )  # fmt: skip
 
 # ---------------------------------------------------------------- shared facts
@@ -36,10 +37,7 @@ def has_session(e, host):
 @njit
 def operational_is_reachable(e):
     """Operational is routed only through a session, of any privilege, on an Enterprise server (SPEC 1)."""
-    for host in range(NUM_HOSTS):
-        if ENTERPRISE_SERVERS & bit(host) and has_session(e, host):
-            return True
-    return False
+    return has_session(e, ENTERPRISE0) or has_session(e, ENTERPRISE1) or has_session(e, ENTERPRISE2)
 
 
 @njit
@@ -67,7 +65,7 @@ def record_events(e, host, count, ports):
 
 @njit
 def record_port_scan(e, host):
-    """One connection for each listening socket; every one of several Vsftpd decoys has its own (SPEC 6.2, 8)."""
+    """One connection for each listening socket; stacked Vsftpd decoys each have their own (SPEC 6.2, 8)."""
     ports = open_ports(e, host)
     sockets = size_of(LISTENING[host]) + EXTRA_SOCKETS[host]
     sockets += size_of(e.decoys[host] & ~bit(VSFTPD)) + e.num_vsftpd[host]
@@ -101,7 +99,7 @@ def blue_acts(e, action):
 
 @njit
 def analyse(e, host):
-    """Analyse reports malicious files, also what a killed shell has left; the report joins the observation (SPEC 6.1)."""
+    """Analyse finds malicious files, even those that a killed shell has left behind (SPEC 6.1)."""
     if e.malware[host]:
         e.malware_found_on = host
 
@@ -118,7 +116,8 @@ def remove(e, host):
 def restore(e, host):
     """Restore re-images the host: sessions, decoys and malware go, the OT service starts (SPEC 6.1).
 
-    The restarted OT service has a process number that Impact does not know, so red can never stop it again (SPEC 6.4).
+    The restarted OT service has a process number that Impact does not know, so red can never stop it again
+    (SPEC 6.4).
     """
     e.sessions[host, :] = 0
     if host == USER0:
@@ -200,7 +199,7 @@ def exploit_options(ports):
 
 @njit
 def choose_exploit(e, host):
-    """The best exploit for red's port list with probability 0.75, else one of the others; NONE without any (SPEC 6.3)."""
+    """The best exploit for red's port list with probability 0.75, else another; NONE if none (SPEC 6.3)."""
     options = exploit_options(e.ports[host])
     if options == 0:
         return NONE
@@ -250,7 +249,7 @@ def exploit_remote_service(e, host):
 
 @njit
 def open_reverse_shell(e, host, privileged):
-    """A shell that calls home from a fresh port to red's port 4444, which Blue's monitor mostly notices (SPEC 6.3)."""
+    """A shell that calls home to red's port 4444, which Blue's monitor mostly notices (SPEC 6.3)."""
     detected = draw_event(e, RED_DETECT, DETECTION_PROBABILITY)
     if detected:
         e.events[host] += 1
@@ -269,7 +268,7 @@ def open_reverse_shell(e, host, privileged):
 
 @njit
 def privilege_escalate(e, host):
-    """Raise one user session to privileged unless there is one, and read the host's own and linked addresses."""
+    """Raise a user session to privileged unless there is one; learn the linked address (SPEC 6.4)."""
     if not has_session(e, host):
         return FAILURE
     if e.sessions[host, PRIVILEGED] == 0:
@@ -291,69 +290,9 @@ def privilege_escalate(e, host):
 
 @njit
 def impact(e):
-    """Stop the OT service of Op_Server0; after a Restore of that server it only looks as if it worked (SPEC 6.4)."""
+    """Stop the OT service of Op_Server0; after a Restore of it, this only seems to work (SPEC 6.4)."""
     if not (has_session(e, OP_SERVER0) and e.ot_known):
         return FAILURE
     if e.ot_pid_known:
         e.ot_up = False
     return SUCCESS
-
-
-# ---------------------------------------------------------------- reward (SPEC 9)
-
-
-@njit
-def settle_costs(e):
-    """The price of this step in tenths, and the derived views of who holds what (SPEC 9)."""
-    cost = 0 if e.ot_up else OT_DOWN_COST
-    if e.blue_action >= 2 + RESTORE * NUM_HOSTS:
-        cost += RESTORE_COST
-    for host in range(NUM_HOSTS):
-        user, privileged = e.sessions[host, REMOVABLE] + e.sessions[host, OTHER_USER], e.sessions[host, PRIVILEGED]
-        if privileged > 0:
-            cost += PRIVILEGED_COST[host]
-        e.red_access[host] = 2 if privileged > 0 else int(user > 0)
-        foothold = 1 if host == USER0 else 0
-        e.clearable[host] = user + privileged > foothold
-    e.cost_tenths = cost
-
-
-# ---------------------------------------------------------------- observation (SPEC 3, 10)
-
-
-@njit
-def activity_shown(e, host):
-    """What the monitor makes of the connections of this step: the first rule of SPEC 10 that applies."""
-    deployed = e.deployed_on == host
-    num_events = e.events[host] + deployed
-    if num_events == 0:
-        return QUIET
-    if e.cardiff and e.events[host] == 0:
-        return QUIET
-    num_ports = size_of(e.event_ports[host]) + e.shell_seen[host]  # the shell's own port is a fresh one
-    if num_events >= 3 and num_ports >= 3:
-        return SCANNED
-    if e.shell_seen[host]:
-        return EXPLOITED
-    if num_events >= 3 and num_ports == 1:
-        return EXPLOITED
-    if deployed and not e.cardiff:
-        return QUIET
-    return SCANNED
-
-
-@njit
-def observe(e, out):
-    """Update the wrapper's memory of compromised hosts and write the 52 observation bits to `out` (SPEC 3, 10)."""
-    for host in range(NUM_HOSTS):
-        activity = activity_shown(e, host)
-        e.activity[host] = activity
-        if activity == EXPLOITED:
-            e.compromised[host] = USER_LEVEL
-        if e.malware_found_on == host:
-            e.compromised[host] = PRIVILEGED_LEVEL
-        level = e.compromised[host]
-        out[4 * host] = ACTIVITY_BITS[activity, 0]
-        out[4 * host + 1] = ACTIVITY_BITS[activity, 1]
-        out[4 * host + 2] = COMPROMISED_BITS[level, 0]
-        out[4 * host + 3] = COMPROMISED_BITS[level, 1]

@@ -1,9 +1,9 @@
 """Scenario2 of the CAGE Challenge 2 as tables: hosts, services, decoys, exploits, actions and rewards.
 
-Nothing here acts; `rules.py` and `red_agents.py` read these tables. "SPEC n" in this package means section n of the
-behavioural specification of the real simulator (`shared/cage2/SPEC.md`, read from CybORG 2.1, MIT licence).
-Hosts are numbered in one order everywhere: in observations, in blocks of actions and in every (..., 13) array.
-A set of hosts, ports or exploits is an integer whose bit i says "contains i".
+Nothing here acts; `rules.py` and `red_agents.py` read these tables. "SPEC n" in this package means section n
+of the behavioural specification of the real simulator (`shared/cage2/SPEC.md`, read from CybORG 2.1, MIT
+licence). Hosts are numbered in one order everywhere: in observations, in blocks of actions and in every (...,
+13) array. A set of hosts, ports or exploits is an integer whose bit i says "contains i".
 """
 
 from typing import NamedTuple
@@ -31,8 +31,8 @@ def host_set(*hosts: int) -> int:
 SUBNETS = ("Enterprise", "Operational", "User")  # the order in which Meander sweeps those it knows
 ENTERPRISE, OPERATIONAL, USER = 0, 1, 2
 SUBNET_OF = np.array([ENTERPRISE] * 4 + [OPERATIONAL] * 4 + [USER] * 5)
-SUBNET_HOSTS = np.array([host_set(*np.flatnonzero(SUBNET_OF == s).tolist()) for s in range(len(SUBNETS))])
-ENTERPRISE_SERVERS = host_set(ENTERPRISE0, ENTERPRISE1, ENTERPRISE2)  # the three that route to Operational
+SUBNET_HOSTS = np.array([host_set(*np.flatnonzero(s == SUBNET_OF).tolist()) for s in range(len(SUBNETS))])
+ENTERPRISE_SERVERS = host_set(ENTERPRISE0, ENTERPRISE1, ENTERPRISE2)
 
 WINDOWS = host_set(ENTERPRISE1, ENTERPRISE2, USER0, USER1, USER2)
 LINUX = host_set(*range(NUM_HOSTS)) & ~WINDOWS
@@ -69,7 +69,7 @@ EXTRA_SOCKETS[DEFENDER] = 1  # port 53 over TCP and over UDP
 
 
 class Exploit(NamedTuple):
-    """An exploit: red offers it for a host on whose list stand all `needs` and, if any are named, one of `needs_any`."""
+    """Red considers it where its list has `port` and, if any are named, one of `needs_any`."""
 
     name: str
     weight: float
@@ -88,7 +88,9 @@ EXPLOITS = (
     Exploit("FTPDirectoryTraversal", 7, 21),
 )
 NUM_EXPLOITS = len(EXPLOITS)
-ETERNAL_BLUE, BLUE_KEEP, HTTP_RFI, HTTPS_RFI, SSH_BRUTE_FORCE, SQL_INJECTION, HARAKA_RCE, FTP_TRAVERSAL = range(8)
+ETERNAL_BLUE, BLUE_KEEP, HTTP_RFI, HTTPS_RFI, SSH_BRUTE_FORCE, SQL_INJECTION, HARAKA_RCE, FTP_TRAVERSAL = (
+    range(8)
+)
 EXPLOIT_PORT = np.array([port_set(exploit.port) for exploit in EXPLOITS])
 EXPLOIT_NEEDS_ANY = np.array([port_set(*exploit.needs_any) for exploit in EXPLOITS])  # 0: nothing more
 BEST_EXPLOITS_FIRST = np.array(sorted(range(NUM_EXPLOITS), key=lambda i: -EXPLOITS[i].weight))
@@ -162,7 +164,8 @@ RED_AGENTS = ("b_line", "meander", "sleep")
 B_LINE, MEANDER, SLEEPING = 0, 1, 2
 
 RED_ACTIONS = (
-    "Sleep", "DiscoverRemoteSystems", "DiscoverNetworkServices", "ExploitRemoteService", "PrivilegeEscalate", "Impact",
+    "Sleep", "DiscoverRemoteSystems", "DiscoverNetworkServices", "ExploitRemoteService", "PrivilegeEscalate",
+    "Impact",
 )  # fmt: skip
 RED_SLEEP, SWEEP, SCAN, EXPLOIT, ESCALATE, IMPACT = range(6)
 FAILURE, SUCCESS, UNKNOWN = 0, 1, 2  # how an action went; sleeping tells nothing
@@ -171,7 +174,7 @@ FAILURE, SUCCESS, UNKNOWN = 0, 1, 2  # how an action went; sleeping tells nothin
 REMOVABLE, OTHER_USER, PRIVILEGED = 0, 1, 2
 ACCESS_LEVELS = ("none", "user", "privileged")
 
-# ---------------------------------------------------------------- rewards (SPEC 9), in tenths so that sums are exact
+# ---------------------------------------------------------------- rewards (SPEC 9), in tenths, so exact
 
 PRIVILEGED_COST = np.array([1, 10, 10, 10, 1, 1, 1, 10, 0, 1, 1, 1, 1])
 OT_DOWN_COST = 100

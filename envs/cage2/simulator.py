@@ -1,7 +1,8 @@
 """Steps many environments in one compiled loop (SPEC 5). The arrays of a batch in, the arrays of a batch out.
 
-Why a compiled scalar step and not masked NumPy: the rules are full of "the first that applies" and "unless", which read
-like the specification when written for one environment, and cost about a microsecond when compiled.
+Why a compiled scalar step and not masked NumPy: the rules are full of "the first that applies" and "unless",
+which read like the specification when written for one environment, and cost about a microsecond when
+compiled.
 """
 
 import hashlib
@@ -11,8 +12,9 @@ from pathlib import Path
 import numpy as np
 from numba import njit
 
+from .outcome import observe, settle_costs
 from .red_agents import red_acts
-from .rules import blue_acts, green_acts, observe, settle_costs
+from .rules import blue_acts, green_acts
 from .scenario import NUM_HOSTS, RED_AGENTS
 from .state import DRAW_NAMES, FREE, NONE, NUM_DRAWS, RED_AGENT, STATE, start_episode
 
@@ -38,7 +40,7 @@ def step_one(e, action, tape, obs):
 
 
 def _compile(function: Callable) -> Callable:
-    """Compile a loop over environments, keeping the machine code on disk where any cache folder is writable."""
+    """Compile a loop over environments; keep the machine code on disk if any cache folder is writable."""
     try:
         return njit(nogil=True, cache=True)(function)
     except RuntimeError:  # Numba found no folder to write to
@@ -46,7 +48,8 @@ def _compile(function: Callable) -> Callable:
 
 
 def _make_kernels(rules_digest: str) -> tuple[Callable, Callable]:
-    """Build the two loops. Numba's cache notices changes of this file only; it also keys on the values a function
+    """Build the two loops. Numba's cache notices changes of this file only; it also keys on the values a
+    function
     closes over, so mentioning the digest of all rule files makes an edited rule compile anew."""
 
     def step_batch(records, actions, tapes, obs, rewards, truncations):
@@ -68,8 +71,10 @@ def _make_kernels(rules_digest: str) -> tuple[Callable, Callable]:
     return _compile(step_batch), _compile(start_batch)
 
 
-_RULE_FILES = ("scenario.py", "state.py", "rules.py", "red_agents.py", "simulator.py")
-_DIGEST = hashlib.sha256(b"".join(Path(__file__).with_name(name).read_bytes() for name in _RULE_FILES)).hexdigest()
+_RULE_FILES = ("scenario.py", "state.py", "rules.py", "red_agents.py", "outcome.py", "simulator.py")
+_DIGEST = hashlib.sha256(
+    b"".join(Path(__file__).with_name(name).read_bytes() for name in _RULE_FILES)
+).hexdigest()
 _step_batch, _start_batch = _make_kernels(_DIGEST)
 
 
@@ -82,7 +87,8 @@ def red_mixture(red_agent: str | Mapping[str, float]) -> list[float]:
     mixture = [float(probabilities.get(name, 0.0)) for name in RED_AGENTS]
     if min(mixture) < 0 or not abs(sum(mixture) - 1) < 1e-6:
         raise ValueError(
-            f"The probabilities of the red agents must be >= 0 and sum to 1, but {probabilities} sum to {sum(mixture):g}."
+            f"The probabilities of red agents must be >= 0 and sum to 1, but {probabilities} "
+            f"sum to {sum(mixture):g}."
         )
     return mixture
 
@@ -95,7 +101,7 @@ def new_states(
     wrapper: str = "challenge",
     max_steps: int = 100,
 ) -> np.ndarray:
-    """An array (num_envs,) of `STATE` records with these settings, to be seeded (`seed_states`) and started (`start`).
+    """An array (num_envs,) of `STATE` records with these settings, for `seed_states` and `start`.
 
     Raises ValueError, in one sentence, for a setting that does not exist.
     """
@@ -126,7 +132,8 @@ def seed_states(states: np.ndarray, seeds: Iterable[int]) -> None:
 
 
 def start(states: np.ndarray, which: np.ndarray | None = None, red_agents: np.ndarray | None = None) -> None:
-    """Start an episode in the environments of the mask `which` (N,) bool, default all, against `red_agents` (N,) int8,
+    """Start an episode in the environments of the mask `which` (N,) bool, default all, against `red_agents`
+    (N,) int8,
     default FREE: drawn from the environment's mixture."""
     if which is None:
         which = np.ones(len(states), np.bool_)
@@ -145,13 +152,15 @@ def step(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Step every environment, in place; none is reset.
 
-    Args: states (N,) records; actions (N,) int64 in 0..144; tapes (N, 6) int8, for each of `DRAW_NAMES` the outcome to
-    use or FREE; obs (N, 52) float32, written.
-    Returns: rewards (N,) float64 and truncations (N,) bool. An outcome that is impossible in its place is replaced by a
-    possible one and noted in `states["impossible_draw"]`.
+    Args: states (N,) records; actions (N,) int64 in 0..144; tapes (N, 6) int8, for each of `DRAW_NAMES` the
+    outcome to use or FREE; obs (N, 52) float32, written. Returns: rewards (N,) float64 and truncations (N,)
+    bool. An outcome that is impossible in its place is replaced by a possible one and noted in
+    `states["impossible_draw"]`.
     """
     rewards, truncations = np.empty(len(states)), np.empty(len(states), np.bool_)
-    _step_batch(states.view(np.uint8), actions, tapes, obs, rewards, truncations)  # bytes are cheap to pass to Numba
+    _step_batch(
+        states.view(np.uint8), actions, tapes, obs, rewards, truncations
+    )  # bytes are cheap to pass to Numba
     return rewards, truncations
 
 

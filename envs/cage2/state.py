@@ -1,17 +1,16 @@
 """What one environment remembers: a record of a structured array, its random stream, and its episode start.
 
-A batch is one array of `STATE` records, 1 KiB each at most, so that saving it saves everything: the game, the memory of
-the red agent and the random generator. Compiled code reads `e.sessions[host, PRIVILEGED]` as the rules are written.
+A batch is one array of `STATE` records, 1 KiB each at most, so that saving it saves everything: the game, the
+memory of the red agent and the random generator. Compiled code reads `e.sessions[host, PRIVILEGED]` as the
+rules are written.
 """
 
 import numpy as np
 from numba import njit
 
-from .scenario import (
-    NUM_HOSTS, PRIVILEGED, RED_AGENTS, RED_SLEEP, UNKNOWN, USER, USER0,
-)  # fmt: skip
+from .scenario import NUM_HOSTS, PRIVILEGED, RED_AGENTS, RED_SLEEP, UNKNOWN, USER, USER0
 
-# Every random draw of the game has a name and a slot (SPEC 11). A draw is injected by putting its outcome into the slot.
+# Every random draw has a name and a slot of the tape (SPEC 11); an outcome found there replaces it.
 DRAW_NAMES = ("green_target", "red_target", "red_exploit", "red_detect", "red_esc_removable", "red_agent")
 NUM_DRAWS = len(DRAW_NAMES)
 GREEN_TARGET, RED_TARGET, RED_EXPLOIT, RED_DETECT, RED_ESC_REMOVABLE, RED_AGENT = range(NUM_DRAWS)
@@ -46,7 +45,7 @@ STATE = np.dtype((np.record, np.dtype([
     ("malware_found_on", "i1"),                  # host on which Analyse found malware in this step
     ("compromised", _byte, NUM_HOSTS),           # the wrapper's memory
     ("activity", _byte, NUM_HOSTS),
-    ("cost_tenths", _count),
+    ("cost_tenths", _count), ("episode_cost_tenths", _count),  # of the last step, and since the episode began
     # what red knows
     ("known_ips", _set), ("known_hosts", _set), ("known_subnets", _set), ("ot_known", _byte),
     ("ports", _set, NUM_HOSTS), ("scanned", _byte, NUM_HOSTS),
@@ -61,7 +60,9 @@ STATE = np.dtype((np.record, np.dtype([
 ], align=True)))  # fmt: skip
 
 SETTINGS = ("max_steps", "leaderboard", "cardiff", "green", "red_mixture")
-CHANGING = tuple(name for name in STATE.names or () if name not in SETTINGS)  # all that a saved state must hold
+CHANGING = tuple(
+    name for name in STATE.names or () if name not in SETTINGS
+)  # all that a saved state must hold
 
 
 # ---------------------------------------------------------------- random numbers
@@ -73,7 +74,7 @@ _S27, _S30, _S31, _S11 = np.uint64(27), np.uint64(30), np.uint64(31), np.uint64(
 
 @njit
 def next_uniform(e):
-    """A float in [0, 1) from the environment's own SplitMix64 stream (Steele, Lea & Flood 2014, figure 14)."""
+    """A float in [0, 1) from the environment's own SplitMix64 stream (Steele, Lea & Flood 2014)."""
     e.rng = e.rng + _GOLDEN
     z = e.rng
     z = (z ^ (z >> _S30)) * _MIX1
@@ -136,7 +137,7 @@ def draw_event(e, slot, probability):
 
 @njit
 def start_episode(e, red_agent):
-    """Put everything but settings and random stream back to the start; `red_agent` is FREE to draw it (SPEC 4)."""
+    """Put all but settings and random stream back to the start; `red_agent` FREE draws it (SPEC 4)."""
     e.steps = 0
     e.sessions[:] = 0
     e.sessions[USER0, PRIVILEGED] = 1  # red's foothold, which nothing ends
@@ -159,6 +160,7 @@ def start_episode(e, red_agent):
     e.compromised[:] = 0
     e.activity[:] = 0
     e.cost_tenths = 0
+    e.episode_cost_tenths = 0
     e.known_ips = 1 << USER0
     e.known_hosts = 1 << USER0
     e.known_subnets = 1 << USER
@@ -182,7 +184,9 @@ def start_episode(e, red_agent):
     if red_agent == FREE:
         u = next_uniform(e)
         for agent in range(len(RED_AGENTS)):
-            if e.red_mixture[agent] > 0.0 and u >= 0.0:  # the last one with any probability takes rounding errors
+            if (
+                e.red_mixture[agent] > 0.0 and u >= 0.0
+            ):  # the last one with any probability takes rounding errors
                 red_agent = agent
                 u -= e.red_mixture[agent]
     e.red_agent = red_agent

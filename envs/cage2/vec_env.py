@@ -23,7 +23,9 @@ TRUE_STATE = (
 def check_render_mode(render_mode: str | None) -> None:
     """Raise ValueError unless `render()` can draw in this mode."""
     if render_mode is not None and render_mode not in RENDER_MODES:
-        raise ValueError(f"There is no render mode {render_mode!r}; choose from {', '.join(RENDER_MODES)}, or None.")
+        raise ValueError(
+            f"There is no render mode {render_mode!r}; choose from {', '.join(RENDER_MODES)}, or None."
+        )
 
 
 def red_agent_indices(red_agents: str | Sequence[str], num_envs: int) -> np.ndarray:
@@ -32,7 +34,8 @@ def red_agent_indices(red_agents: str | Sequence[str], num_envs: int) -> np.ndar
     unknown = [name for name in names if name not in RED_AGENTS]
     if unknown or len(names) != num_envs:
         raise ValueError(
-            f"options['red_agent'] must name one of {', '.join(RED_AGENTS)}, or {num_envs} of them, not {red_agents!r}."
+            f"options['red_agent'] must be one of {', '.join(RED_AGENTS)}, or a list of {num_envs} of them, "
+            f"but it is {red_agents!r}."
         )
     return np.array([RED_AGENTS.index(name) for name in names], np.int8)
 
@@ -47,7 +50,9 @@ def load_states(states: np.ndarray, saved: Mapping[str, np.ndarray]) -> None:
     expected = {name: states[name].shape for name in CHANGING}
     found = {name: np.shape(value) for name, value in saved.items()}
     if found != expected:
-        wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+        wrong = sorted(
+            name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
+        )
         raise ValueError(
             f"This state does not fit {len(states)} CAGE2 environments: field {wrong[0]!r} should have shape "
             f"{expected.get(wrong[0])}, but has {found.get(wrong[0])}; was it saved with another num_envs?"
@@ -59,20 +64,20 @@ def load_states(states: np.ndarray, saved: Mapping[str, np.ndarray]) -> None:
 class Cage2VecEnv(VectorEnv):
     """The CAGE Challenge 2 game, `num_envs` times, stepped by one compiled loop.
 
-    Observations (num_envs, 52) float32 zeros and ones: for each of `HOSTS`, two bits of activity in this step (None 00,
-    Scan 10, Exploit 11) and two of remembered compromise (No 00, Unknown 10, User 01, Privileged 11). Actions are indices
-    into `ACTION_NAMES` (145). Rewards are <= 0, on a grid of 0.1. An episode never terminates; it is truncated after
-    `max_steps` and restarted in the same step (`infos["final_obs"]`).
+    Observations (num_envs, 52) float32 zeros and ones: for each of `HOSTS`, two bits of activity in this step
+    (None 00, Scan 10, Exploit 11) and two of remembered compromise (No 00, Unknown 10, User 01, Privileged
+    11). Actions are indices into `ACTION_NAMES` (145). Rewards are <= 0, on a grid of 0.1. An episode never
+    terminates; it is truncated after `max_steps` and restarted in the same step (`infos["final_obs"]`).
 
     Args:
         num_envs: number of games.
-        red_agent: "b_line", "meander", "sleep", or a mixture as a dict from name to probability, drawn at every reset.
+        red_agent: "b_line", "meander", "sleep", or a dict from name to probability, drawn for each episode.
         green: whether Green scans ports (the official evaluation has it asleep).
         version: "head", the code one clones today, or "leaderboard", the code behind the published scores.
         wrapper: "challenge", the official observation, or "cardiff", that of the winner's repository.
         max_steps: episode length.
         seed: environment n starts on the random stream of seed + n; None seeds from the operating system.
-        state_in_info: put `describe`'s account of the true state in every info (slow; for reading, not for training).
+        state_in_info: put `describe`'s account of the true state in every info (slow; for people).
         render_mode: what `render` returns for each environment: "ansi" text or "rgb_array" picture.
 
     Raises ValueError, in one sentence, on any setting, action, seed or state that does not fit.
@@ -120,60 +125,69 @@ class Cage2VecEnv(VectorEnv):
     def _seed(self, seed: int | Sequence[int | None]) -> None:
         seeds = range(seed, seed + self.num_envs) if isinstance(seed, int | np.integer) else list(seed)
         if len(seeds) != self.num_envs or any(s is not None and s < 0 for s in seeds):
-            raise ValueError(f"seed must be a whole number >= 0 or {self.num_envs} of them, but it is {seed!r}.")
+            raise ValueError(
+                f"seed must be a whole number >= 0 or {self.num_envs} of them, but it is {seed!r}."
+            )
         for n, s in enumerate(seeds):
             if s is not None:
                 simulator.seed_states(self._states[n : n + 1], [s])
 
     def true_state(self) -> dict[str, np.ndarray]:
-        """What really holds, of every environment, as read-only views of the running game (nothing is copied).
+        """What really holds in every environment, as read-only views of the running game (nothing is copied).
 
-        Keys: `red_access` (N, 13) uint8, 0 none, 1 user, 2 privileged; `red_sessions` (N, 13, 3) int32, red's removable
-        user, other user and privileged sessions; `clearable` (N, 13) bool, whether Blue can end a red session on the
-        host (by Restore if not by Remove; red's permanent foothold on User0 does not count); `decoys` (N, 13) uint8, bit k
-        for decoy k of `DECOYS`; `malware` (N, 13) bool; `red_agent` (N,) int8, index into `RED_AGENTS`; `ot_up`,
-        `ot_known` (N,) bool; `steps` (N,) int32 since the episode began. The arrays change with the next step or reset:
-        read them before `step` for the state before the action, after it for the state that it led to.
+        Keys: `red_access` (N, 13) uint8, 0 none, 1 user, 2 privileged; `red_sessions` (N, 13, 3) int32, red's
+        removable user, other user and privileged sessions; `clearable` (N, 13) bool, whether Blue can end a
+        red session on the host (by Restore if not by Remove; red's permanent foothold on User0 does not
+        count); `decoys` (N, 13) uint8, bit k for decoy k of `DECOYS`; `malware` (N, 13) bool; `red_agent`
+        (N,) int8, index into `RED_AGENTS`; `ot_up`, `ot_known` (N,) bool; `steps` (N,) int32 since the
+        episode began. The arrays change with the next step or reset: read them before `step` for the state
+        before the action, after it for the state that it led to.
         """
         return self._true_state
 
     @property
     def draws(self) -> np.ndarray:
-        """(N, 6) int8 view: the outcomes of the last step's random draws, in the order of `DRAW_NAMES`; -1 if none was made.
+        """(N, 6) int8 view: outcomes of the last step's random draws by `DRAW_NAMES`; -1 where none was made.
 
-        Passed to `step(actions, draws=...)` of this or another environment in the same state, they repeat the step.
+        Passed to `step(actions, draws=...)` of this or another environment in the same state, they repeat the
+        step.
         """
         return self._draws
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start an episode everywhere; `options={"red_agent": name or names}` sets the red agents of these episodes."""
+        """Start an episode everywhere; `options={"red_agent": name or names}` sets their red agents."""
         if seed is not None:
             self._seed(seed)
         chosen = (options or {}).get("red_agent")
-        simulator.start(self._states, None, None if chosen is None else red_agent_indices(chosen, self.num_envs))
+        simulator.start(
+            self._states, None, None if chosen is None else red_agent_indices(chosen, self.num_envs)
+        )
         self._needs_reset = False
         return np.zeros((self.num_envs, OBS_SIZE), np.float32), self._infos()
 
     def step(
         self, actions: Any, draws: Any = None
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        """Take `actions` (N,), whole numbers in 0..144; `draws` (N, 6) injects random outcomes (-2: draw freely).
+        """Take `actions` (N,) in 0..144; `draws` (N, 6) injects random outcomes (-2: draw freely).
 
-        Returns observations (N, 52), rewards (N,), terminations (N,), which are all False, truncations (N,), infos.
+        Returns observations (N, 52), rewards (N,), terminations (N,), which are all False, truncations (N,),
+        infos.
         """
         if self._needs_reset:
             raise ResetNeeded("Call reset() or set_state() before step().")
         actions = np.asarray(actions)
         if actions.shape != (self.num_envs,) or actions.dtype.kind not in "iu":
             raise ValueError(
-                f"actions must be whole numbers of shape ({self.num_envs},), but they are {actions.dtype} of shape "
-                f"{actions.shape}."
+                f"actions must be whole numbers of shape ({self.num_envs},), "
+                f"but they are {actions.dtype} of shape {actions.shape}."
             )
         if actions.min() < 0 or actions.max() >= NUM_ACTIONS:
             n = int(np.flatnonzero((actions < 0) | (actions >= NUM_ACTIONS))[0])
-            raise ValueError(f"The action of environment {n} is {actions[n]}, but must be in 0..{NUM_ACTIONS - 1}.")
+            raise ValueError(
+                f"The action of environment {n} is {actions[n]}, but must be in 0..{NUM_ACTIONS - 1}."
+            )
         obs = np.empty((self.num_envs, OBS_SIZE), np.float32)
         actions = np.ascontiguousarray(actions, np.int64)
         red_agents = None
@@ -213,7 +227,7 @@ class Cage2VecEnv(VectorEnv):
         }
 
     def get_state(self) -> dict[str, Any]:
-        """Everything that a continued run needs, random streams included, as a dict of arrays (settings excluded)."""
+        """All that a continued run needs, random streams included, as a dict of arrays; not the settings."""
         return save_states(self._states)
 
     def set_state(self, state: Mapping[str, Any]) -> None:
