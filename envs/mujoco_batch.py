@@ -4,10 +4,10 @@
     obs, infos = envs.reset(seed=1)
     obs, rewards, terminations, truncations, infos = envs.step(actions)
 
-MuJoCo 4.0 steps a batch of simulations on its own thread pool: no processes, no Python loop over robots. What is
-left for Python is one row-wise formula per task. Each keeps the floating-point order of Gymnasium's scalar code
-(its sums are pairwise, its norms a BLAS dot product, its `x**2` the C library's `pow`). Every constant, and the
-noise of every reset, comes from one instance made by `gymnasium.make`.
+MuJoCo 4.0 steps a batch of simulations on its own thread pool: no processes, no Python loop over robots.
+What is left for Python is one row-wise formula per task. Each keeps the floating-point order of Gymnasium's
+scalar code (its sums are pairwise, its norms a BLAS dot product, its `x**2` the C library's `pow`). Every
+constant, and the noise of every reset, comes from one instance made by `gymnasium.make`.
 """
 
 import ctypes
@@ -32,7 +32,7 @@ from numpy.typing import NDArray
 Array = NDArray[Any]
 Infos = dict[str, Any]
 
-# ---------------------------------------------------------------------------------------------- the simulations
+# -------------------------------------------------------------------------------------------- the simulations
 
 _INTEGRATION, _CTRL = int(mujoco.mjtState.mjSTATE_INTEGRATION), int(mujoco.mjtState.mjSTATE_CTRL)
 _NO_STAGE, _ALL_STAGES = int(mujoco.mjtStage.mjSTAGE_NONE), int(mujoco.mjtStage.mjSTAGE_ACC)
@@ -43,7 +43,7 @@ class _BatchConfig(ctypes.Structure):
 
 
 def _load_mujoco() -> ctypes.CDLL:
-    """MuJoCo's C library, reached through the Python bindings that are linked with it: surely the same copy."""
+    """MuJoCo's C library, through the Python bindings that are linked with it: surely the same copy."""
     lib = ctypes.CDLL(mujoco._batch.__file__)
     pointer, integer, text = ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p
     signatures: list[tuple[str, Any, list[Any]]] = [
@@ -78,11 +78,11 @@ def _delete_batch(batch: int, owner: int) -> None:
 class Simulations:
     """`num` simulations of one model on a thread pool: MuJoCo's batch through its C interface.
 
-    `mujoco.batch.Batch` wraps the same engine, but not `mjb_apply`, which Gymnasium's contact forces need. The batch
-    is persistent (one MjData each), since those forces are computed from what the last substep left behind.
+    `mujoco.batch.Batch` wraps the same engine, but not `mjb_apply`, which Gymnasium's contact forces need.
+    The batch is persistent (one MjData each): those forces are computed from what the last substep left.
 
     Attributes:
-        state: (num, size of mjSTATE_INTEGRATION) float64, live: a write is the simulation's state at its next call.
+        state: (num, size of mjSTATE_INTEGRATION) float64, live: a write counts from the next call on.
         motion, qpos, qvel, ctrl: views of its columns; `motion` is qpos and qvel side by side.
     """
 
@@ -118,8 +118,8 @@ class Simulations:
     def compute_contact_forces(self, ids: Array | None = None) -> None:
         """Fill `cfrc_ext` from the last substep with mj_rnePostConstraint, as Gymnasium does after each step.
 
-        That function takes the first two of the four arguments mjb_apply gives. mjb_apply does not copy fields out;
-        a forward pass of no stages does, and computes nothing.
+        That function takes the first two of the four arguments mjb_apply gives. mjb_apply does not copy
+        fields out; a forward pass of no stages does, and computes nothing.
         """
         self._check(_LIB.mjb_apply(self._batch, *self._ids(ids), _RNE_POST_CONSTRAINT, None, 0))
         self._check(_LIB.mjb_forward(self._batch, *self._ids(ids), _NO_STAGE))
@@ -143,18 +143,20 @@ class Simulations:
         if num_failed:
             status = _LIB.mjb_status(self._batch)
             first = next(i for i in range(self.num) if status[i])
-            reason = _LIB.mjb_error(self._batch, first).decode()
-            raise RuntimeError(f"MuJoCo failed in {num_failed} simulations; environment {first}: {reason}")
+            reason = " ".join(_LIB.mjb_error(self._batch, first).decode().split())
+            raise RuntimeError(
+                f"MuJoCo failed in {num_failed} of {self.num} simulations, at number {first}: {reason}"
+            )
 
 
-# ---------------------------------------------------------------------------------------------------- the tasks
+# -------------------------------------------------------------------------------------------------- the tasks
 
 
 class Task(NamedTuple):
     """What a task adds to the physics. All arrays have one row per environment and are freshly made.
 
-    observe(): the observations. position(): what velocities are measured with, read before and after a step.
-    score(actions, before, after): rewards, terminations and infos of a step. reset_info(): the infos of a reset.
+    observe(): the observations. position(): what score() compares, read before and after a step.
+    score(actions, before, after): rewards, terminations, infos of a step. reset_info(): infos of a reset.
     """
 
     observe: Callable[[], Array]
@@ -170,7 +172,7 @@ def _sum_of_squares(rows: Array) -> Array:
 
 
 def _norm(rows: Array) -> Array:
-    # np.linalg.norm of a vector is the root of a BLAS dot product, which may fuse multiply and add; so is vecdot.
+    # np.linalg.norm of a vector is the root of a BLAS dot product, which may fuse multiply and add: so here.
     return np.sqrt(np.vecdot(rows, rows))
 
 
@@ -188,7 +190,7 @@ def _locomotion(
     contact_cost: Callable[[], Array] | None = None,
     torques: Array | None = None,
 ) -> Task:
-    """Run along x: forward reward + healthy reward - control cost - contact cost, each where the task has it."""
+    """Run along x: forward reward + healthy reward - control cost - contact cost, where a task has them."""
     dt: float = env.dt
 
     def score(actions: Array, before: Array, after: Array) -> tuple[Array, Array, Infos]:
@@ -414,13 +416,13 @@ TASKS: dict[str, Callable[[Any, Simulations], Task]] = {
     "Walker2d-v5": _hopper,
 }
 
-# --------------------------------------------------------------------------------------- the vector environment
+# ------------------------------------------------------------------------------------- the vector environment
 
 
 @contextmanager
 def _without_deprecation_note() -> Iterator[None]:
-    """Drop MuJoCo's note, on the screen and in a file MUJOCO_LOG.TXT in the working folder, that HalfCheetah's model
-    uses `settotalmass`: it is Gymnasium's model, not the user's. Other messages become Python warnings."""
+    """Drop MuJoCo's note, on the screen and in a file MUJOCO_LOG.TXT in the working folder, that the model of
+    HalfCheetah uses `settotalmass`: Gymnasium's model, not the user's. Other messages become warnings."""
 
     def pass_on(message: str) -> None:
         if "settotalmass" not in message:
@@ -440,15 +442,16 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
     Args:
         env_id: one of `TASKS`.
         num_envs: number of environments N.
-        num_threads: threads that simulate, the caller's included; None: the CPUs this process may use. The numbers
-            do not depend on it.
+        num_threads: threads that simulate, the caller's included; None: the CPUs this process may use.
+            The numbers do not depend on it.
         autoreset_mode: any of Gymnasium's three. With SAME_STEP a step that ends an episode returns the next
             episode's first observation, and the last one in `infos["final_obs"]`.
         make_kwargs: passed on to `gymnasium.make` (ctrl_cost_weight, max_episode_steps, ...).
 
-    Observations are (N, d) float64, rewards (N,) float64, terminations and truncations (N,) bool. Returned arrays are
-    fresh, but for the all-true masks in `infos`, which are one read-only array. Where the physics blows up, MuJoCo
-    warns and sets that simulation back to the model's defaults, and the episode goes on, as in Gymnasium.
+    Observations are (N, d) float64, rewards (N,) float64, terminations and truncations (N,) bool. Returned
+    arrays are fresh, but for the all-true masks in `infos`, which are one read-only array. Where the physics
+    blows up, MuJoCo warns (on the screen and in MUJOCO_LOG.TXT) and sets that simulation back to the model's
+    defaults, and the episode goes on, as in Gymnasium.
 
     Raises:
         ValueError: `env_id` is not one of the tasks, or a number is out of range.
@@ -542,7 +545,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         if actions.shape != sims.ctrl.shape:
             raise ValueError(f"Actions must have shape {sims.ctrl.shape}, got {actions.shape}.")
         begins, ids = None, None  # where this step is a reset (or ends with one); who is simulated
-        if self._ended.any():
+        if self.autoreset_mode is not AutoresetMode.SAME_STEP and self._ended.any():
             if self.autoreset_mode is AutoresetMode.DISABLED:
                 raise ResetNeeded(
                     f"Environments {np.flatnonzero(self._ended).tolist()} ended: reset them first."
@@ -605,7 +608,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         return merged
 
     def get_state(self) -> dict[str, Any]:
-        """Everything a continued run depends on: physics with the solver's warm start, clocks, random streams."""
+        """Everything a continued run depends on: physics (with the warm start), clocks, random streams."""
         self._check_usable()
         return {
             "env_id": self._env_id,
@@ -627,10 +630,10 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         mine, given = (self._env_id, self._sims.state.shape), (state["env_id"], state["physics"].shape)
         if given != mine:
             raise ValueError(
-                f"The state is of {given[0]} with physics {given[1]}, this is {mine[0]} with {mine[1]}."
+                f"The state is of {given[0]} {given[1]}, the environment is {mine[0]} {mine[1]}."
             )
         self._sims.state[...] = state["physics"]
-        self._sims.forward()  # fills the derived fields, for render(), but touches the warm start; hence again:
+        self._sims.forward()  # for render(): fills the derived fields, but touches the warm start
         self._sims.state[...] = state["physics"]
         # not recomputed, since MuJoCo's derived positions lie one substep behind its state
         self._position = state["position"].copy()
@@ -657,5 +660,5 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
             raise ClosedEnvironmentError("This MujocoBatchVecEnv is closed: make a new one.")
         if os.getpid() != self._process:
             raise RuntimeError(
-                "A MujocoBatchVecEnv has threads, which do not survive a fork: make it in the child."
+                "The threads of a MujocoBatchVecEnv do not survive a fork: make one in the child."
             )

@@ -1,0 +1,159 @@
+"""MuJoCo environments, stepping alone: MujocoBatchVecEnv against the limit, SyncVectorEnv and EnvPool.
+
+    python -m benchmarks.mujoco_env [--env-ids HalfCheetah-v5 Ant-v5] [--num-envs 16] [--rounds 9]
+
+The limit is what the cores give to physics alone: one process a thread, each with its share of the
+simulations, in a bare loop that writes the controls and calls `mj_step`, without observations, rewards or
+resets. Actions are random float32 in the action space; episodes end and begin as the tasks have it. The
+candidates run in turn, round after round; ratios are medians over rounds of two figures of one round.
+"""
+
+import argparse
+import multiprocessing
+import os
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from multiprocessing.connection import Connection
+from typing import Any
+
+import gymnasium as gym
+import mujoco
+import numpy as np
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from benchmarks.common import (
+    interleave,
+    machine_info,
+    machine_line,
+    markdown_table,
+    median_ratio,
+    summary,
+    write_results,
+)
+from envs.mujoco_batch import MujocoBatchVecEnv
+
+ENV_IDS = ("HalfCheetah-v5", "Ant-v5", "Humanoid-v5", "Hopper-v5", "Walker2d-v5")
+NUM_PLANNED = 64  # different random actions, used over and over
+
+
+def measure(step: Callable[[np.ndarray], Any], actions: np.ndarray, num_envs: int, seconds: float) -> float:
+    """Steps per second, counted over all environments."""
+    num_calls, start = 0, time.perf_counter()
+    while (elapsed := time.perf_counter() - start) < seconds:
+        step(actions[num_calls % len(actions)])
+        num_calls += 1
+    return num_calls * num_envs / elapsed
+
+
+def bare_loop(env_id: str, actions: np.ndarray, seconds: float, pipe: Connection) -> None:
+    """A process of the limit: step actions.shape[1] simulations, as often as it is asked to."""
+    env: Any = gym.make(env_id).unwrapped
+    datas = []
+    for n in range(actions.shape[1]):
+        env.reset(seed=n)
+        datas.append(mujoco.MjData(env.model))
+        datas[-1].qpos[:], datas[-1].qvel[:] = env.data.qpos, env.data.qvel
+
+    def step(controls: np.ndarray) -> None:
+        for data, control in zip(datas, controls, strict=True):
+            data.ctrl[:] = control
+            mujoco.mj_step(env.model, data, env.frame_skip)
+
+    pipe.send("ready")
+    while pipe.recv():
+        pipe.send(measure(step, actions, len(datas), seconds))
+
+
+def limit(pipes: list[Connection]) -> float:
+    """Steps per second of all bare loops together."""
+    for pipe in pipes:
+        pipe.send(True)
+    return sum(pipe.recv() for pipe in pipes)
+
+
+def envpool_step(env_id: str, num_envs: int, num_threads: int) -> Callable[[np.ndarray], Any] | None:
+    """EnvPool's synchronous step of the v4 task (it has no v5), or None where EnvPool is not installed."""
+    try:
+        import envpool
+    except ImportError:
+        return None
+    pool = envpool.make_gymnasium(env_id.replace("-v5", "-v4"), num_envs=num_envs, num_threads=num_threads)
+    pool.reset()
+    return lambda actions: pool.step(actions)
+
+
+def compare(
+    env_id: str, num_envs: int, num_threads: int, rounds: int, seconds: float
+) -> dict[str, list[float]]:
+    """Steps per second of every candidate, one figure a round."""
+    batch = MujocoBatchVecEnv(env_id, num_envs, num_threads)
+    sync = SyncVectorEnv([partial(gym.make, env_id)] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+    pool = envpool_step(env_id, num_envs, num_threads)
+    batch.action_space.seed(0)
+    actions = np.stack([batch.action_space.sample() for _ in range(NUM_PLANNED)])
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for share in np.array_split(actions, num_threads, axis=1):
+        ours, theirs = context.Pipe()
+        processes.append(
+            context.Process(target=bare_loop, args=(env_id, share, seconds, theirs), daemon=True)
+        )
+        processes[-1].start()
+        pipes.append(ours)
+    for pipe in pipes:
+        pipe.recv()
+    batch.reset(seed=0)
+    sync.reset(seed=0)
+    candidates = {
+        "limit": lambda: limit(pipes),
+        "MujocoBatchVecEnv": lambda: measure(batch.step, actions, num_envs, seconds),
+        "SyncVectorEnv": lambda: measure(sync.step, actions, num_envs, seconds),
+    }
+    if pool is not None:
+        candidates["EnvPool (sync, v4)"] = lambda: measure(pool, actions, num_envs, seconds)
+    try:
+        for warm_up in candidates.values():
+            warm_up()
+        return interleave(candidates, rounds)
+    finally:
+        for pipe, process in zip(pipes, processes, strict=True):
+            pipe.send(False)
+            process.join()
+        batch.close()
+        sync.close()
+
+
+def main() -> None:
+    """Measure, print, and write results/mujoco_env.{json,md}."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--env-ids", nargs="+", default=ENV_IDS)
+    parser.add_argument("--num-envs", type=int, default=16)
+    parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=0.5, help="length of one measurement")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore", category=DeprecationWarning)
+    info = machine_info(["mujoco", "gymnasium", "numpy", "envpool"])
+    data: dict[str, Any] = {"machine": info, "arguments": vars(args), "steps_per_second": {}, "ratios": {}}
+    rows = []
+    for env_id in args.env_ids:
+        figures = compare(env_id, args.num_envs, args.num_threads, args.rounds, args.seconds)
+        ours = figures["MujocoBatchVecEnv"]
+        ratios = {name: median_ratio(ours, other) for name, other in figures.items()}
+        data["steps_per_second"][env_id] = {
+            name: {**summary(values), "all": values} for name, values in figures.items()
+        }
+        data["ratios"][env_id] = ratios
+        for name, values in figures.items():
+            rows.append([env_id, name, f"{summary(values)['median']:,.0f}", f"{ratios[name]:.2f}"])
+    header = ["task", "stepper", "steps/s (median)", "MujocoBatchVecEnv is ... times that"]
+    title = f"# MuJoCo stepping alone, {args.num_envs} environments, {args.num_threads} threads\n\n"
+    write_results("mujoco_env", data, title + markdown_table(header, rows) + "\n" + machine_line(info))
+
+
+if __name__ == "__main__":
+    main()

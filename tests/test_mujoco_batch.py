@@ -1,0 +1,422 @@
+"""MujocoBatchVecEnv is Gymnasium's SyncVectorEnv to the last bit, and behaves when things go wrong."""
+
+import gc
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import mujoco
+import numpy as np
+import pytest
+from gymnasium.error import ClosedEnvironmentError, ResetNeeded
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers.vector import RecordEpisodeStatistics
+
+from envs.mujoco_batch import TASKS, MujocoBatchVecEnv, Simulations, _without_deprecation_note
+
+ROOT = Path(__file__).resolve().parent.parent
+TERMINATING = {
+    "Ant-v5",
+    "Hopper-v5",
+    "Humanoid-v5",
+    "InvertedDoublePendulum-v5",
+    "InvertedPendulum-v5",
+    "Walker2d-v5",
+}
+
+
+@pytest.fixture(autouse=True)
+def _own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reference, and blow-ups, make MuJoCo write MUJOCO_LOG.TXT into the working folder."""
+    monkeypatch.chdir(tmp_path)
+
+
+def sync(env_id: str, num_envs: int, mode: AutoresetMode, **kwargs: Any) -> SyncVectorEnv:
+    return SyncVectorEnv([lambda: gym.make(env_id, **kwargs) for _ in range(num_envs)], autoreset_mode=mode)
+
+
+def assert_identical(actual: Any, expected: Any, where: str) -> None:
+    """Same keys, dtypes, shapes and values (NaN equals NaN; -0.0 equals 0.0), through nested infos."""
+    if isinstance(expected, dict):
+        assert actual.keys() == expected.keys(), where
+        for key, value in expected.items():
+            assert_identical(actual[key], value, f"{where}[{key!r}]")
+    elif expected is None:
+        assert actual is None, where
+    elif isinstance(expected, (tuple, list)) or expected.dtype == object:
+        assert len(actual) == len(expected), where
+        for n, (one, other) in enumerate(zip(actual, expected, strict=True)):
+            assert_identical(one, other, f"{where}[{n}]")
+    else:
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), where
+        np.testing.assert_array_equal(actual, expected, err_msg=where)
+
+
+def random_actions(rng: np.random.Generator, envs: gym.vector.VectorEnv, step: int) -> np.ndarray:
+    """Some calm, some outside the bounds; float32 as policies send them, and now and then float64."""
+    actions = rng.normal(size=envs.action_space.shape) * rng.uniform(0.0, 2.0)
+    return actions.astype(np.float64 if step % 5 == 0 else np.float32)
+
+
+def assert_same_run(
+    env_id: str, mode: AutoresetMode, num_steps: int, num_envs: int = 3, **kwargs: Any
+) -> list[int]:
+    """Run both side by side; return in how many steps each environment ended an episode."""
+    expected, actual = (
+        sync(env_id, num_envs, mode, **kwargs),
+        MujocoBatchVecEnv(env_id, num_envs, 2, mode, **kwargs),
+    )
+    assert actual.single_observation_space == expected.single_observation_space
+    assert actual.action_space == expected.action_space
+    assert actual.metadata == expected.metadata
+    rng = np.random.default_rng(0)
+    ends = np.zeros(num_envs, int)
+    assert_identical(actual.reset(seed=7), expected.reset(seed=7), "reset")
+    for step in range(num_steps):
+        if step == 60:  # time limits from now on at different times
+            mask = np.arange(num_envs) == num_envs - 1
+            results = [envs.reset(options={"reset_mask": mask.copy()}) for envs in (actual, expected)]
+            assert_identical(*results, "masked reset")
+        if step == 30:
+            assert_identical(actual.reset(), expected.reset(), "reset without seed")
+            seeds = [11, None, 13][:num_envs]
+            assert_identical(actual.reset(seed=seeds), expected.reset(seed=seeds), "reset with seeds")
+        actions = random_actions(rng, expected, step)
+        result = actual.step(actions)
+        assert_identical(result, expected.step(actions), f"{env_id} step {step}")
+        ends += result[2] | result[3]
+    actual.close()
+    expected.close()
+    return ends.tolist()
+
+
+@pytest.mark.parametrize("env_id", TASKS)
+def test_same_step_run_equals_sync_vector_env_bit_for_bit(env_id: str) -> None:
+    # long enough for the registered limit of 1,000 steps to be met in every environment, at different times
+    ends = assert_same_run(env_id, AutoresetMode.SAME_STEP, 1100)
+    assert min(ends) >= (10 if env_id in TERMINATING - {"Ant-v5"} else 1)
+
+
+@pytest.mark.parametrize("env_id", TASKS)
+def test_next_step_run_equals_sync_vector_env_bit_for_bit(env_id: str) -> None:
+    ends = assert_same_run(env_id, AutoresetMode.NEXT_STEP, 300, max_episode_steps=45)
+    assert min(ends) >= 4
+
+
+@pytest.mark.parametrize(
+    ("env_id", "kwargs"),
+    [
+        ("HalfCheetah-v5", {"exclude_current_positions_from_observation": False, "ctrl_cost_weight": 1}),
+        ("HalfCheetah-v5", {"frame_skip": 3, "forward_reward_weight": 2, "reset_noise_scale": 0.3}),
+        ("Swimmer-v5", {"exclude_current_positions_from_observation": False, "ctrl_cost_weight": 0.3}),
+        ("Ant-v5", {"include_cfrc_ext_in_observation": False, "main_body": "front_left_leg"}),
+        (
+            "Ant-v5",
+            {"terminate_when_unhealthy": False, "contact_force_range": (-3.0, 5.0), "healthy_reward": 2},
+        ),
+        ("Ant-v5", {"exclude_current_positions_from_observation": False, "contact_cost_weight": 0.1}),
+        ("Humanoid-v5", {"include_cinert_in_observation": False, "contact_cost_range": (0.1, 0.2)}),
+        (
+            "Humanoid-v5",
+            {"include_cvel_in_observation": False, "include_qfrc_actuator_in_observation": False},
+        ),
+        ("HumanoidStandup-v5", {"include_cfrc_ext_in_observation": False, "impact_cost_weight": 1e-3}),
+        ("Hopper-v5", {"healthy_state_range": (-2.0, 2.0), "healthy_reward": 3}),
+        ("Walker2d-v5", {"terminate_when_unhealthy": False, "healthy_angle_range": (-0.2, 0.3)}),
+        ("Reacher-v5", {"reward_control_weight": 0.3, "reward_dist_weight": 2}),
+        ("Pusher-v5", {"reward_near_weight": 0.1, "frame_skip": 2}),
+        ("InvertedPendulum-v5", {"reset_noise_scale": 0.1}),
+        ("InvertedDoublePendulum-v5", {"healthy_reward": 3}),
+    ],
+)
+def test_options_of_the_tasks_mean_what_they_mean_in_gymnasium(env_id: str, kwargs: dict[str, Any]) -> None:
+    ends = assert_same_run(env_id, AutoresetMode.SAME_STEP, 120, max_episode_steps=17, **kwargs)
+    assert min(ends) >= 5
+
+
+@pytest.mark.parametrize("num_envs", [1, 2])
+@pytest.mark.parametrize("env_id", ["Humanoid-v5", "Hopper-v5", "Reacher-v5"])
+def test_one_or_two_environments_sum_in_the_same_order(env_id: str, num_envs: int) -> None:
+    assert min(assert_same_run(env_id, AutoresetMode.SAME_STEP, 150, num_envs, max_episode_steps=40)) >= 2
+
+
+@pytest.mark.parametrize("env_id", ["Ant-v5", "HalfCheetah-v5", "Hopper-v5"])
+def test_disabled_autoreset_equals_sync_and_insists_on_resets(env_id: str) -> None:
+    mode = AutoresetMode.DISABLED
+    both = (
+        MujocoBatchVecEnv(env_id, 3, 2, mode, max_episode_steps=25),
+        sync(env_id, 3, mode, max_episode_steps=25),
+    )
+    assert_identical(*(envs.reset(seed=1) for envs in both), "reset")
+    rng = np.random.default_rng(1)
+    num_resets = 0
+    for step in range(120):
+        if step == 10:
+            assert_identical(
+                *(envs.reset(options={"reset_mask": np.eye(3, dtype=bool)[2]}) for envs in both), ""
+            )
+        actions = random_actions(rng, both[1], step)
+        results = [envs.step(actions) for envs in both]
+        assert_identical(*results, f"step {step}")
+        ended = results[0][2] | results[0][3]
+        if ended.any():
+            with pytest.raises(ResetNeeded, match="reset them first"):
+                both[0].step(actions)
+            assert_identical(
+                *(envs.reset(options={"reset_mask": ended.copy()}) for envs in both), "masked reset"
+            )
+            num_resets += 1
+    assert num_resets >= 6
+
+
+@pytest.mark.parametrize("env_id", ["Ant-v5", "Hopper-v5", "InvertedDoublePendulum-v5"])
+def test_numbers_do_not_depend_on_the_number_of_threads(env_id: str) -> None:
+    runs = []
+    for num_threads in (1, 2, 5, None):
+        envs = MujocoBatchVecEnv(env_id, 5, num_threads, max_episode_steps=50)
+        envs.reset(seed=3)
+        rng = np.random.default_rng(3)
+        runs.append([envs.step(random_actions(rng, envs, step)) for step in range(80)])
+    for run in runs[1:]:
+        assert_identical(run, runs[0], env_id)
+
+
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
+@pytest.mark.parametrize("env_id", TASKS)
+def test_a_restored_run_continues_bit_for_bit(env_id: str, mode: AutoresetMode) -> None:
+    num_envs, rng = 3, np.random.default_rng(5)
+    unbroken = MujocoBatchVecEnv(env_id, num_envs, 2, mode, max_episode_steps=41)
+    unbroken.reset(seed=5)
+    unbroken.step(random_actions(rng, unbroken, 0))
+    unbroken.reset(options={"reset_mask": np.array([True, False, False])})
+    for step in range(100):
+        terminated, truncated = unbroken.step(random_actions(rng, unbroken, step))[2:4]
+        if step > 35 and (terminated | truncated).any():
+            break  # in NEXT_STEP mode an environment waits for its reset now, others are under way
+    assert (terminated | truncated).any()
+    assert not (terminated | truncated).all()
+    saved = pickle.dumps(unbroken.get_state())
+    plan = [random_actions(rng, unbroken, step) for step in range(60)]
+    expected = [unbroken.step(actions) for actions in plan]
+
+    fresh = MujocoBatchVecEnv(env_id, num_envs, 1, mode, max_episode_steps=41)
+    fresh.set_state(pickle.loads(saved))
+    assert_identical([fresh.step(actions) for actions in plan], expected, "fresh environment")
+    unbroken.set_state(pickle.loads(saved))
+    assert_identical([unbroken.step(actions) for actions in plan], expected, "the same environment, later")
+
+
+def test_a_saved_state_is_a_copy_made_of_plain_values() -> None:
+    envs = MujocoBatchVecEnv("Ant-v5", 2, 1)
+    envs.reset(seed=0)
+    state = envs.get_state()
+    before = pickle.dumps(state)
+    envs.step(np.ones((2, 8)))
+    envs.reset()
+    assert pickle.dumps(state) == before
+
+    def check(value: Any) -> None:
+        if isinstance(value, (dict, list)):
+            for item in value.values() if isinstance(value, dict) else value:
+                check(item)
+        else:
+            assert value is None or isinstance(value, (int, float, bool, str, np.ndarray)), type(value)
+
+    check(state)
+    with pytest.raises(ValueError, match=r"Ant-v5 .*Hopper-v5"):
+        MujocoBatchVecEnv("Hopper-v5", 2, 1).set_state(state)
+    with pytest.raises(ValueError, match=r"\(2, \d+\).*\(3, \d+\)"):
+        MujocoBatchVecEnv("Ant-v5", 3, 1).set_state(state)
+
+
+@pytest.mark.parametrize(
+    "env_id", ["Ant-v5", "HalfCheetah-v5", "Hopper-v5", "Humanoid-v5", "InvertedPendulum-v5"]
+)
+@pytest.mark.parametrize("velocity", [1e30, np.nan, 3e3])
+def test_exploding_physics_goes_on_as_in_gymnasium(env_id: str, velocity: float) -> None:
+    expected, actual = sync(env_id, 3, AutoresetMode.SAME_STEP), MujocoBatchVecEnv(env_id, 3, 2)
+    assert_identical(actual.reset(seed=2), expected.reset(seed=2), "reset")
+    rng = np.random.default_rng(2)
+    for step in range(30):
+        actions = random_actions(rng, expected, step)
+        if step == 5:
+            expected.envs[1].unwrapped.data.qvel[0] = velocity
+            actual._sims.qvel[1, 0] = velocity
+        if step == 15:
+            actions[0, 0] = np.nan
+        assert_identical(actual.step(actions), expected.step(actions), f"step {step}")
+
+
+def test_an_engine_error_in_one_simulation_is_reported_with_its_number() -> None:
+    # a ball that touches the floor needs more memory than this model grants
+    model = mujoco.MjModel.from_xml_string(
+        "<mujoco><size memory='2K'/><worldbody><geom type='plane' size='9 9 1'/>"
+        "<body pos='0 0 3'><freejoint/><geom size='.3'/></body></worldbody></mujoco>"
+    )
+    sims = Simulations(model, 3, 2)
+    sims.reset(np.arange(3, dtype=np.int32))
+    sims.step(1)
+    sims.qpos[1, 2] = 0.1
+    with pytest.raises(
+        RuntimeError, match=r"MuJoCo failed in 1 of 3 simulations, at number 1: .*out of memory"
+    ):
+        sims.step(1)
+
+
+def test_returned_arrays_are_not_written_again() -> None:
+    envs = MujocoBatchVecEnv("Hopper-v5", 4, 2)
+    kept = [envs.reset(seed=0)]
+    rng = np.random.default_rng(0)
+    kept += [envs.step(random_actions(rng, envs, step)) for step in range(3)]
+    snapshot = pickle.dumps(kept)
+    for step in range(30):
+        envs.step(random_actions(rng, envs, step))
+    assert_identical(kept, pickle.loads(snapshot), "earlier results")
+
+
+def test_gymnasium_vector_wrappers_work_on_it() -> None:
+    envs = RecordEpisodeStatistics(MujocoBatchVecEnv("InvertedPendulum-v5", 4, 2, max_episode_steps=9))
+    envs.reset(seed=0)
+    lengths = []
+    for _ in range(30):
+        infos = envs.step(np.zeros((4, 1), np.float32))[4]
+        if "episode" in infos:
+            lengths += infos["episode"]["l"][infos["_episode"]].tolist()
+    assert lengths == [9] * 12
+
+
+def test_mistakes_are_answered_in_one_sentence() -> None:
+    with pytest.raises(ValueError, match="the closest is 'HalfCheetah-v5'"):
+        MujocoBatchVecEnv("HalfCheeta-v5", 2)
+    with pytest.raises(ValueError, match="is none of Ant-v5"):
+        MujocoBatchVecEnv("CartPole-v1", 2)
+    with pytest.raises(ValueError, match="num_envs=0"):
+        MujocoBatchVecEnv("Hopper-v5", 0)
+    with pytest.raises(ValueError, match="num_threads=-1"):
+        MujocoBatchVecEnv("Hopper-v5", 2, -1)
+    envs = MujocoBatchVecEnv("Hopper-v5", 2, 1)
+    with pytest.raises(ResetNeeded):
+        envs.step(np.zeros((2, 3)))
+    with pytest.raises(ValueError, match="2 environments but 3 seeds"):
+        envs.reset(seed=[1, 2, 3])
+    for mask in (np.zeros(2, bool), np.ones(3, bool), [True, False], np.ones(2, int)):
+        with pytest.raises(ValueError, match="reset_mask"):
+            envs.reset(options={"reset_mask": mask})
+    envs.reset()
+    for shape in ((3,), (2, 4), (3, 3), (2, 3, 1)):
+        with pytest.raises(ValueError, match=r"must have shape \(2, 3\), got"):
+            envs.step(np.zeros(shape))
+    envs.close()
+    envs.close()
+    for call in (envs.reset, envs.get_state, envs.render, lambda: envs.step(np.zeros((2, 3)))):
+        with pytest.raises(ClosedEnvironmentError):
+            call()
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
+def test_close_and_garbage_collection_end_the_threads() -> None:
+    def num_threads() -> int:
+        return len(os.listdir("/proc/self/task"))
+
+    gc.collect()
+    before = num_threads()
+    closed, dropped = (MujocoBatchVecEnv("Hopper-v5", 8, 4) for _ in range(2))
+    closed.reset(seed=0)
+    dropped.reset(seed=0)
+    assert num_threads() == before + 6
+    closed.close()
+    assert num_threads() == before + 3
+    del dropped
+    gc.collect()
+    assert num_threads() == before
+
+
+def run_python(code: str, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_a_user_sees_no_noise_and_finds_no_log_file(tmp_path: Path) -> None:
+    code = (
+        "import numpy as np\n"
+        "from envs.mujoco_batch import MujocoBatchVecEnv\n"
+        "envs = MujocoBatchVecEnv('HalfCheetah-v5', 2)\n"
+        "envs.reset(seed=0)\n"
+        "envs.step(np.zeros((2, 6), np.float32))\n"
+    )
+    done = run_python(code, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_other_warnings_of_mujoco_are_passed_on_and_the_handler_is_put_back() -> None:
+    model = mujoco.MjModel.from_xml_string(
+        "<mujoco><worldbody><body><freejoint/><geom size='1'/></body></worldbody></mujoco>"
+    )
+    data = mujoco.MjData(model)
+    data.qvel[0] = 1e30
+    messages: list[str] = []
+    mujoco.set_mju_user_warning(messages.append)
+    try:
+        with pytest.warns(UserWarning, match="unstable"), _without_deprecation_note():
+            mujoco.mj_step(model, data)
+        assert messages == []
+        mujoco.mj_resetData(model, data)
+        data.qvel[0] = 1e30
+        mujoco.mj_step(model, data)
+        assert len(messages) == 1
+    finally:
+        mujoco.set_mju_user_warning(None)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_is_told_and_can_leave_while_the_parent_goes_on(tmp_path: Path) -> None:
+    code = (
+        "import os, sys, numpy as np\n"
+        "from envs.mujoco_batch import MujocoBatchVecEnv\n"
+        "envs = MujocoBatchVecEnv('Hopper-v5', 4, 2)\n"
+        "envs.reset(seed=0)\n"
+        "if os.fork() == 0:\n"
+        "    try:\n"
+        "        envs.step(np.zeros((4, 3)))\n"
+        "    except RuntimeError as error:\n"
+        "        sys.exit(7 if 'fork' in str(error) else 1)\n"
+        "    sys.exit(2)\n"
+        "assert os.waitstatus_to_exitcode(os.wait()[1]) == 7\n"
+        "envs.step(np.zeros((4, 3)))\n"
+        "print('parent goes on')\n"
+    )
+    done = run_python(code, tmp_path)
+    assert done.stdout == "parent goes on\n", done.stderr
+
+
+def test_render_shows_environment_0_as_gymnasium_does(tmp_path: Path) -> None:
+    code = (
+        "import gymnasium as gym, numpy as np\n"
+        "from envs.mujoco_batch import MujocoBatchVecEnv\n"
+        "one = gym.make('Hopper-v5', render_mode='rgb_array', width=64, height=48)\n"
+        "envs = MujocoBatchVecEnv('Hopper-v5', 3, width=64, height=48)\n"
+        "one.reset(seed=4), envs.reset(seed=4)\n"
+        "first = one.render()\n"
+        "for _ in range(12):\n"
+        "    one.step(np.ones(3)), envs.step(np.ones((3, 3)))\n"
+        "(frame,) = envs.render()\n"
+        "assert frame.shape == (48, 64, 3) and frame.dtype == np.uint8\n"
+        "assert (frame == one.render()).all() and (frame != first).any()\n"
+        "print('same picture')\n"
+    )
+    done = run_python(code, tmp_path, MUJOCO_GL="egl")
+    if "EGL" in done.stderr and "same picture" not in done.stdout:
+        pytest.skip("this machine cannot render off screen with EGL")
+    assert done.stdout == "same picture\n", done.stderr
