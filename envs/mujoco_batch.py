@@ -420,7 +420,7 @@ TASKS: dict[str, Callable[[Any, Simulations], Task]] = {
 
 
 @contextmanager
-def _without_deprecation_note() -> Iterator[None]:
+def without_deprecation_note() -> Iterator[None]:
     """Drop MuJoCo's note, on the screen and in a file MUJOCO_LOG.TXT in the working folder, that the model of
     HalfCheetah uses `settotalmass`: Gymnasium's model, not the user's. Other messages become warnings."""
 
@@ -449,7 +449,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         make_kwargs: passed on to `gymnasium.make` (ctrl_cost_weight, max_episode_steps, ...).
 
     Observations are (N, d) float64, rewards (N,) float64, terminations and truncations (N,) bool. Returned
-    arrays are fresh, but for the all-true masks in `infos`, which are one read-only array. Where the physics
+    arrays are fresh, but masks in `infos` that say the same may be one array. Where the physics
     blows up, MuJoCo warns (on the screen and in MUJOCO_LOG.TXT) and sets that simulation back to the model's
     defaults, and the episode goes on, as in Gymnasium.
 
@@ -474,7 +474,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
             )
         if num_envs < 1 or num_threads < 1:
             raise ValueError(f"num_envs={num_envs} and num_threads={num_threads} must both be at least 1.")
-        with _without_deprecation_note():
+        with without_deprecation_note():
             self._template = gym.make(env_id, **{"render_mode": "rgb_array", **make_kwargs})
         env: Any = self._template.unwrapped
         self._template.reset(seed=0)  # it will not render before
@@ -523,6 +523,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         mask = (options or {}).get("reset_mask", self._everywhere)
         if getattr(mask, "shape", None) != (self.num_envs,) or mask.dtype != np.bool_ or not mask.any():
             raise ValueError(f"options['reset_mask'] must be a bool array ({self.num_envs},), not all false.")
+        mask = mask.copy()  # it becomes part of the infos
         for n, own_seed in enumerate(seeds or ()):
             if mask[n] and own_seed is not None:
                 self._generators[n] = seeding.np_random(own_seed)[0]
@@ -572,8 +573,11 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
             final_obs = np.full(self.num_envs, None, dtype=object)
             for n in np.flatnonzero(ended):
                 final_obs[n] = last_obs[n]
-            final = {"final_obs": final_obs, "final_info": self._merge((info, ended))}
-            final |= {"_final_obs": ended.copy(), "_final_info": ended.copy()}
+            final = {
+                "final_obs": final_obs,
+                "final_info": self._merge(({key: values.copy() for key, values in info.items()}, ended)),
+            }
+            final |= {"_final_obs": ended, "_final_info": ended}
         if begins is None:
             self._masks = self._masks or {"_" + key: self._everywhere for key in info}
             info |= self._masks
@@ -597,14 +601,17 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         self._position = self._task.position()
 
     def _merge(self, *parts: tuple[Infos, Array]) -> Infos:
-        """Gymnasium's vector infos of (arrays, where they hold): zeros, and a false mask, elsewhere."""
+        """Gymnasium's vector infos of (fresh arrays, where they hold): zeros, and a false mask, elsewhere."""
         merged: Infos = {}
         for info, mask in parts:
-            for key, values in info.items() if mask.any() else ():
-                if key not in merged:
-                    merged[key], merged["_" + key] = np.zeros_like(values), np.zeros(self.num_envs, np.bool_)
-                merged[key][mask] = values[mask]
-                merged["_" + key] |= mask
+            inside, outside = np.flatnonzero(mask), np.flatnonzero(~mask)
+            for key, values in info.items() if len(inside) else ():
+                if key in merged:
+                    merged[key][inside] = values[inside]
+                    merged["_" + key] = merged["_" + key] | mask
+                else:
+                    values[outside] = 0
+                    merged[key], merged["_" + key] = values, mask
         return merged
 
     def get_state(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
-from envs.mujoco_batch import TASKS, MujocoBatchVecEnv, Simulations, _without_deprecation_note
+from envs.mujoco_batch import TASKS, MujocoBatchVecEnv, Simulations, without_deprecation_note
 
 ROOT = Path(__file__).resolve().parent.parent
 TERMINATING = {
@@ -369,7 +369,7 @@ def test_other_warnings_of_mujoco_are_passed_on_and_the_handler_is_put_back() ->
     messages: list[str] = []
     mujoco.set_mju_user_warning(messages.append)
     try:
-        with pytest.warns(UserWarning, match="unstable"), _without_deprecation_note():
+        with pytest.warns(UserWarning, match="unstable"), without_deprecation_note():
             mujoco.mj_step(model, data)
         assert messages == []
         mujoco.mj_resetData(model, data)
