@@ -5,8 +5,9 @@
 Each recorded step's random outcomes (Green's target, red's choice of target and exploit, detection, escalated
 session) are injected with Blue's action; everything else must follow. One line per file: values compared and
 mismatches for each array. "red_choice" counts whether the recorded red action is one that our red agent could
-have chosen, and "red_stage" B_line's stage counter. Exit code 1 on any mismatch, 2 when there is nothing to
-replay.
+have chosen, and "red_stage" B_line's stage counter, "draw_rates" whether detection, choice of exploit and
+Green's rest came about as often as our probabilities say. Exit code 1 on any mismatch, 2 when there is
+nothing to replay.
 """
 
 import argparse
@@ -18,11 +19,13 @@ from typing import Any
 
 import numpy as np
 
+from envs import cage2
 from envs.cage2 import scenario
 
 ARRAYS = (
     "obs", "obs_cardiff", "reward", "red_success", "blue_success", "red_access", "red_sessions", "decoys",
     "n_vsftpd", "malware", "red_options", "red_known_ip", "ot_known", "ot_up", "red_choice", "red_stage",
+    "draw_rates",
 )  # fmt: skip
 RED_AGENT_OF_FILE = {"bline": "b_line", "meander": "meander", "sleep": "sleep"}
 
@@ -33,9 +36,7 @@ def parse_name(path: Path) -> tuple[str, bool, bool]:
     leaderboard = parts[0] == "lb"
     red, green = parts[leaderboard : leaderboard + 2]
     if red not in RED_AGENT_OF_FILE or green not in ("green", "nogreen"):
-        raise ValueError(
-            f"{path.name} is not named [lb_]bline|meander|sleep_green|nogreen_<blue policy>.npz."
-        )
+        raise ValueError(f"{path.name} is not named [lb_]bline|meander|sleep_green|nogreen_<blue policy>.npz.")
     return RED_AGENT_OF_FILE[red], green == "green", leaderboard
 
 
@@ -65,68 +66,105 @@ def red_choice(states: np.ndarray, trace: dict[str, np.ndarray], t: int) -> np.n
     return same
 
 
+class DrawRates:
+    """How often the recorded outcome of each kind of two-way draw came about, against our probability."""
+
+    def __init__(self, modules: Any) -> None:
+        self.modules = modules
+        tables = modules.scenario
+        self.probability = {
+            "green_target": tables.GREEN_ACTS_PROBABILITY,
+            "red_exploit": tables.TOP_EXPLOIT_PROBABILITY,
+            "red_detect": tables.DETECTION_PROBABILITY,
+        }
+        self.count = dict.fromkeys(self.probability, 0)
+        self.total = dict.fromkeys(self.probability, 0)
+
+    def add(self, states: np.ndarray) -> None:
+        """Take in the outcomes of one step (N,)."""
+        outcome = {name: states["draws"][:, i] for i, name in enumerate(self.modules.state.DRAW_NAMES)}
+        self._count("green_target", states["green"] == 1, outcome["green_target"] >= 0)
+        self._count("red_detect", outcome["red_detect"] >= 0, outcome["red_detect"] == 1)
+        chosen = np.flatnonzero(outcome["red_exploit"] >= 0)
+        ports = states["ports"][chosen, states["red_target"][chosen]]
+        best = np.array([self._best_exploit(int(listed)) for listed in ports], np.int64)
+        self._count("red_exploit", np.ones(chosen.size, bool), outcome["red_exploit"][chosen] == best)
+
+    def _count(self, name: str, made: np.ndarray, happened: np.ndarray) -> None:
+        self.total[name] += int(np.count_nonzero(made))
+        self.count[name] += int(np.count_nonzero(made & happened))
+
+    def _best_exploit(self, ports: int) -> int:
+        options = int(self.modules.rules.exploit_options(ports))
+        return next(int(x) for x in self.modules.scenario.BEST_EXPLOITS_FIRST if options >> int(x) & 1)
+
+    def result(self) -> tuple[int, int]:
+        """Kinds of draws compared, and those five standard deviations off (by chance once in 2 million)."""
+        compared = wrong = 0
+        for name, p in self.probability.items():
+            n = self.total[name]
+            compared += n > 0
+            wrong += abs(self.count[name] - n * p) > 5 * (n * p * (1 - p)) ** 0.5 + 1
+        return compared, wrong
+
+
 def replay(
     path: Path, modules: Any = None, episodes: int | None = None, stop_at_first: bool = False
 ) -> dict[str, tuple[int, int]]:
     """Replay one file, through both wrappers.
 
-    Args: path of the recording; `modules` is the simulator to test, an object with modules `simulator`,
-    `state`, `rules` (default: `envs.cage2`); only the first `episodes`; `stop_at_first` returns after the
-    first step with a mismatch. Returns, for each array, how many values were compared and how many differed.
+    Args:
+        path: the recording.
+        modules: the simulator to test, an object with the modules of `envs.cage2` (default: that one).
+        episodes: replay only so many.
+        stop_at_first: return after the first step with a mismatch.
+
+    Returns, for each of `ARRAYS`, how many values were compared and how many differed.
     """
-    if modules is None:
-        from envs import cage2 as modules
-    sim, state = modules.simulator, modules.state
+    modules = modules or cage2
     with np.load(path) as file:
         trace = {name: file[name][:episodes] for name in file.files}
     num_envs, num_steps = trace["blue_action"].shape
     red_agent, green, leaderboard = parse_name(path)
     compared: Counter[str] = Counter()
     wrong: Counter[str] = Counter()
+    rates = DrawRates(modules)
 
     def compare(name: str, ours: np.ndarray, theirs: np.ndarray) -> None:
         compared[name] += theirs.size
         wrong[name] += int(np.count_nonzero(ours != theirs))
 
-    exploit_options = modules.rules.exploit_options
-    for cardiff, obs_name in ((False, "obs"), (True, "obs_cardiff")):
-        states = sim.new_states(
-            num_envs,
-            red_agent,
-            green,
-            version="leaderboard" if leaderboard else "head",
-            wrapper="cardiff" if cardiff else "challenge",
-            max_steps=num_steps,
+    def compare_hidden_state(states: np.ndarray, rewards: np.ndarray, t: int) -> None:
+        compare("reward", rewards.astype(np.float32), trace["reward"][:, t])
+        for name in ("red_success", "blue_success", "red_access", "decoys", "malware", "ot_known", "ot_up"):
+            compare(name, states[name], trace[name][:, t])
+        compare("red_sessions", states["sessions"], trace["red_sessions"][:, t])
+        compare("n_vsftpd", states["num_vsftpd"], trace["n_vsftpd"][:, t])
+        compare("red_options", red_options(states, modules.rules.exploit_options), trace["red_options"][:, t])
+        compare("red_known_ip", unpack(states["known_ips"]), trace["red_known_ip"][:, t])
+        compare("red_choice", red_choice(states, trace, t), np.ones(num_envs, bool))
+        stage = states["stage"] if red_agent == "b_line" else np.full(num_envs, -1)
+        compare("red_stage", stage, trace["red_state"][:, t])
+        rates.add(states)
+
+    for wrapper, obs_name in (("challenge", "obs"), ("cardiff", "obs_cardiff")):
+        states = modules.simulator.new_states(
+            num_envs, red_agent, green, "leaderboard" if leaderboard else "head", wrapper, max_steps=num_steps
         )
-        sim.seed_states(states, range(num_envs))
-        sim.start(states)
+        modules.simulator.start(states)
         obs = np.zeros((num_envs, scenario.OBS_SIZE), np.float32)
         compare(obs_name, obs, trace[obs_name][:, 0])
         for t in range(num_steps):
             actions = trace["blue_action"][:, t].astype(np.int64)
-            rewards, _ = sim.step(states, actions, recorded_tape(trace, t, state), obs)
+            rewards, _ = modules.simulator.step(states, actions, recorded_tape(trace, t, modules.state), obs)
             compare(obs_name, obs, trace[obs_name][:, t + 1])
-            if not cardiff:
-                compare("reward", rewards.astype(np.float32), trace["reward"][:, t])
-                for name in (
-                    "red_success",
-                    "blue_success",
-                    "red_access",
-                    "decoys",
-                    "malware",
-                    "ot_known",
-                    "ot_up",
-                ):
-                    compare(name, states[name], trace[name][:, t])
-                compare("red_sessions", states["sessions"], trace["red_sessions"][:, t])
-                compare("n_vsftpd", states["num_vsftpd"], trace["n_vsftpd"][:, t])
-                compare("red_options", red_options(states, exploit_options), trace["red_options"][:, t])
-                compare("red_known_ip", unpack(states["known_ips"]), trace["red_known_ip"][:, t])
-                compare("red_choice", red_choice(states, trace, t), np.ones(num_envs, bool))
-                stage = states["stage"] if red_agent == "b_line" else np.full(num_envs, -1)
-                compare("red_stage", stage, trace["red_state"][:, t])
+            if wrapper == "challenge":
+                compare_hidden_state(states, rewards, t)
             if stop_at_first and any(wrong.values()):
-                return {name: (compared[name], wrong[name]) for name in ARRAYS}
+                break
+        compared["draw_rates"], wrong["draw_rates"] = rates.result()
+        if stop_at_first and any(wrong.values()):
+            break
     return {name: (compared[name], wrong[name]) for name in ARRAYS}
 
 
@@ -141,16 +179,14 @@ def main(argv: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    total = Counter()
+    total: Counter[str] = Counter()
     for path in paths:
         counts = replay(path)
         total["compared"] += sum(compared for compared, _ in counts.values())
         total["wrong"] += sum(wrong for _, wrong in counts.values())
         columns = "  ".join(f"{name} {compared}/{wrong}" for name, (compared, wrong) in counts.items())
         print(f"{path.stem}: {columns}", flush=True)
-    print(
-        f"{len(paths)} files (compared/mismatches): {total['compared']} compared, {total['wrong']} mismatches"
-    )
+    print(f"{len(paths)} files (compared/mismatches): {total['compared']} compared, {total['wrong']} mismatches")
     return 1 if total["wrong"] else 0
 
 

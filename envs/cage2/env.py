@@ -62,13 +62,9 @@ class Cage2Env(gym.Env):
     def step(self, action: Any, draws: Any = None) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Take an action in 0..144; `draws` (6,) injects random outcomes (see `Cage2VecEnv.draws`)."""
         if self._needs_reset:
-            raise ResetNeeded(
-                "Call reset() or set_state() before step(), and reset() again when an episode has ended."
-            )
+            raise ResetNeeded("Call reset() or set_state() before step(), and reset() again when an episode has ended.")
         if not self.action_space.contains(action):
-            raise ValueError(
-                f"The action must be a whole number in 0..{NUM_ACTIONS - 1}, but it is {action!r}."
-            )
+            raise ValueError(f"The action must be a whole number in 0..{NUM_ACTIONS - 1}, but it is {action!r}.")
         obs = np.empty((1, OBS_SIZE), np.float32)
         actions = np.array([action], np.int64)
         if draws is None:

@@ -35,9 +35,7 @@ B_LINE_SCRIPT = (
     (ESCALATE, OP_SERVER0, 12),
     (IMPACT, OP_SERVER0, 13),
 )
-STAGE_ACTION, STAGE_TARGET, STAGE_AFTER_FAILURE = (
-    np.array(column) for column in zip(*B_LINE_SCRIPT, strict=True)
-)
+STAGE_ACTION, STAGE_TARGET, STAGE_AFTER_FAILURE = (np.array(column) for column in zip(*B_LINE_SCRIPT, strict=True))
 LAST_STAGE = len(B_LINE_SCRIPT) - 1
 FIRST_SCAN_OF_USER, FIRST_OP_SERVER_EXPLOIT = 1, 12
 
@@ -87,10 +85,8 @@ def b_line_chooses(e):
     else:
         e.stage = STAGE_AFTER_FAILURE[e.stage]
     if e.stage == FIRST_OP_SERVER_EXPLOIT:
-        if (
-            e.scan_was_empty and not e.op_server_attacked
-        ):  # it never learnt the address: begin again with its user host
-            e.stage = FIRST_SCAN_OF_USER
+        if e.scan_was_empty and not e.op_server_attacked:
+            e.stage = FIRST_SCAN_OF_USER  # it never found the server, so it begins again with its user host
         else:
             e.op_server_attacked = True
     if e.stage == FIRST_SCAN_OF_USER and e.user_target == NONE:

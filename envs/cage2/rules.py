@@ -8,7 +8,7 @@ from numba import njit
 from .scenario import (  # isort: skip
     ANALYSE, BEST_EXPLOITS_FIRST, CLEAN, DECOYS_AGAINST, DECOY_CHECKS, DECOY_FITS, DECOY_OPENS,
     DETECTION_PROBABILITY, ENTERPRISE0, ENTERPRISE1, ENTERPRISE2, EXPLOIT_NEEDS_ANY, EXPLOIT_PORT,
-    EXTRA_SOCKETS, FAILURE, FIRST_DECOY, GENUINE, GREEN_ACTS_PROBABILITY, GREEN_TARGETS, HARAKA_RCE, LINK,
+    FAILURE, FIRST_DECOY, GENUINE, GREEN_ACTS_PROBABILITY, GREEN_TARGETS, HARAKA_RCE, LINK,
     LISTENING, MONITOR, NO_SERVICE, NUM_DECOYS, NUM_EXPLOITS, NUM_HOSTS, OPERATIONAL, OP_SERVER0,
     OTHER_USER, PRIVILEGED, PRIVILEGED_SHELL, REMOVABLE, REMOVE, RESTORE, SLEEP, SSH_BRUTE_FORCE,
     SSH_REFUSED, SSH_SESSION, SUBNET_HOSTS, SUBNET_OF, SUCCESS, SUSPECT, TOP_EXPLOIT_PROBABILITY, UNKNOWN,
@@ -67,9 +67,8 @@ def record_events(e, host, count, ports):
 def record_port_scan(e, host):
     """One connection for each listening socket; stacked Vsftpd decoys each have their own (SPEC 6.2, 8)."""
     ports = open_ports(e, host)
-    sockets = size_of(LISTENING[host]) + EXTRA_SOCKETS[host]
-    sockets += size_of(e.decoys[host] & ~bit(VSFTPD)) + e.num_vsftpd[host]
-    record_events(e, host, sockets, ports)
+    single = size_of(LISTENING[host]) + size_of(int(e.decoys[host]) & ~bit(VSFTPD))
+    record_events(e, host, single + e.num_vsftpd[host], ports)
     return ports
 
 

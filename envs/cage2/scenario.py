@@ -52,7 +52,7 @@ def port_set(*ports: int) -> int:
 
 
 _LISTENING = {
-    DEFENDER: (22, 53, 68),
+    DEFENDER: (22, 53, 68),  # 53 both over TCP and over UDP, which nothing can tell
     ENTERPRISE1: (22, 80, 135, 139, 443, 445, 3389),
     ENTERPRISE2: (22, 80, 135, 139, 443, 445, 3389),
     USER0: (21, 22),
@@ -62,8 +62,6 @@ _LISTENING = {
     USER4: (22, 25, 80, 443, 3390),
 }  # every other host runs SSH alone
 LISTENING = np.array([port_set(*_LISTENING.get(host, (22,))) for host in range(NUM_HOSTS)])
-EXTRA_SOCKETS = np.zeros(NUM_HOSTS, np.int64)  # sockets beyond one for each port
-EXTRA_SOCKETS[DEFENDER] = 1  # port 53 over TCP and over UDP
 
 # ---------------------------------------------------------------- exploits (SPEC 6.3)
 
@@ -88,9 +86,7 @@ EXPLOITS = (
     Exploit("FTPDirectoryTraversal", 7, 21),
 )
 NUM_EXPLOITS = len(EXPLOITS)
-ETERNAL_BLUE, BLUE_KEEP, HTTP_RFI, HTTPS_RFI, SSH_BRUTE_FORCE, SQL_INJECTION, HARAKA_RCE, FTP_TRAVERSAL = (
-    range(8)
-)
+ETERNAL_BLUE, BLUE_KEEP, HTTP_RFI, HTTPS_RFI, SSH_BRUTE_FORCE, SQL_INJECTION, HARAKA_RCE, FTP_TRAVERSAL = range(8)
 EXPLOIT_PORT = np.array([port_set(exploit.port) for exploit in EXPLOITS])
 EXPLOIT_NEEDS_ANY = np.array([port_set(*exploit.needs_any) for exploit in EXPLOITS])  # 0: nothing more
 BEST_EXPLOITS_FIRST = np.array(sorted(range(NUM_EXPLOITS), key=lambda i: -EXPLOITS[i].weight))

@@ -72,9 +72,7 @@ def _make_kernels(rules_digest: str) -> tuple[Callable, Callable]:
 
 
 _RULE_FILES = ("scenario.py", "state.py", "rules.py", "red_agents.py", "outcome.py", "simulator.py")
-_DIGEST = hashlib.sha256(
-    b"".join(Path(__file__).with_name(name).read_bytes() for name in _RULE_FILES)
-).hexdigest()
+_DIGEST = hashlib.sha256(b"".join(Path(__file__).with_name(name).read_bytes() for name in _RULE_FILES)).hexdigest()
 _step_batch, _start_batch = _make_kernels(_DIGEST)
 
 
@@ -87,8 +85,7 @@ def red_mixture(red_agent: str | Mapping[str, float]) -> list[float]:
     mixture = [float(probabilities.get(name, 0.0)) for name in RED_AGENTS]
     if min(mixture) < 0 or not abs(sum(mixture) - 1) < 1e-6:
         raise ValueError(
-            f"The probabilities of red agents must be >= 0 and sum to 1, but {probabilities} "
-            f"sum to {sum(mixture):g}."
+            f"The probabilities of red agents must be >= 0 and sum to 1, but {probabilities} sum to {sum(mixture):g}."
         )
     return mixture
 
@@ -147,9 +144,7 @@ def free_tape(num_envs: int) -> np.ndarray:
     return np.full((num_envs, NUM_DRAWS), FREE, np.int8)
 
 
-def step(
-    states: np.ndarray, actions: np.ndarray, tapes: np.ndarray, obs: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
+def step(states: np.ndarray, actions: np.ndarray, tapes: np.ndarray, obs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Step every environment, in place; none is reset.
 
     Args: states (N,) records; actions (N,) int64 in 0..144; tapes (N, 6) int8, for each of `DRAW_NAMES` the
@@ -158,9 +153,7 @@ def step(
     `states["impossible_draw"]`.
     """
     rewards, truncations = np.empty(len(states)), np.empty(len(states), np.bool_)
-    _step_batch(
-        states.view(np.uint8), actions, tapes, obs, rewards, truncations
-    )  # bytes are cheap to pass to Numba
+    _step_batch(states.view(np.uint8), actions, tapes, obs, rewards, truncations)  # bytes are cheap to pass to Numba
     return rewards, truncations
 
 

@@ -60,9 +60,7 @@ STATE = np.dtype((np.record, np.dtype([
 ], align=True)))  # fmt: skip
 
 SETTINGS = ("max_steps", "leaderboard", "cardiff", "green", "red_mixture")
-CHANGING = tuple(
-    name for name in STATE.names or () if name not in SETTINGS
-)  # all that a saved state must hold
+CHANGING = tuple(name for name in STATE.names or () if name not in SETTINGS)  # all that a saved state must hold
 
 
 # ---------------------------------------------------------------- random numbers
@@ -96,7 +94,7 @@ def size_of(bits):
 @njit
 def draw_member(e, slot, candidates):
     """A member of the bit set `candidates`, uniformly, or the one that the tape names."""
-    outcome = e.tape[slot]
+    outcome = int(e.tape[slot])
     if outcome == FREE:
         outcome = 0
         skip = int(next_uniform(e) * size_of(candidates))
@@ -122,7 +120,7 @@ def draw_lowest(candidates):
 @njit
 def draw_event(e, slot, probability):
     """True with this probability, or what the tape says (0 or 1)."""
-    outcome = e.tape[slot]
+    outcome = int(e.tape[slot])
     if outcome == FREE:
         outcome = int(next_uniform(e) < probability)
     elif outcome != 0 and outcome != 1:
@@ -184,9 +182,7 @@ def start_episode(e, red_agent):
     if red_agent == FREE:
         u = next_uniform(e)
         for agent in range(len(RED_AGENTS)):
-            if (
-                e.red_mixture[agent] > 0.0 and u >= 0.0
-            ):  # the last one with any probability takes rounding errors
+            if e.red_mixture[agent] > 0.0 and u >= 0.0:  # the last one with any probability takes rounding errors
                 red_agent = agent
                 u -= e.red_mixture[agent]
     e.red_agent = red_agent

@@ -23,9 +23,7 @@ TRUE_STATE = (
 def check_render_mode(render_mode: str | None) -> None:
     """Raise ValueError unless `render()` can draw in this mode."""
     if render_mode is not None and render_mode not in RENDER_MODES:
-        raise ValueError(
-            f"There is no render mode {render_mode!r}; choose from {', '.join(RENDER_MODES)}, or None."
-        )
+        raise ValueError(f"There is no render mode {render_mode!r}; choose from {', '.join(RENDER_MODES)}, or None.")
 
 
 def red_agent_indices(red_agents: str | Sequence[str], num_envs: int) -> np.ndarray:
@@ -50,9 +48,7 @@ def load_states(states: np.ndarray, saved: Mapping[str, np.ndarray]) -> None:
     expected = {name: states[name].shape for name in CHANGING}
     found = {name: np.shape(value) for name, value in saved.items()}
     if found != expected:
-        wrong = sorted(
-            name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name)
-        )
+        wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
         raise ValueError(
             f"This state does not fit {len(states)} CAGE2 environments: field {wrong[0]!r} should have shape "
             f"{expected.get(wrong[0])}, but has {found.get(wrong[0])}; was it saved with another num_envs?"
@@ -125,9 +121,7 @@ class Cage2VecEnv(VectorEnv):
     def _seed(self, seed: int | Sequence[int | None]) -> None:
         seeds = range(seed, seed + self.num_envs) if isinstance(seed, int | np.integer) else list(seed)
         if len(seeds) != self.num_envs or any(s is not None and s < 0 for s in seeds):
-            raise ValueError(
-                f"seed must be a whole number >= 0 or {self.num_envs} of them, but it is {seed!r}."
-            )
+            raise ValueError(f"seed must be a whole number >= 0 or {self.num_envs} of them, but it is {seed!r}.")
         for n, s in enumerate(seeds):
             if s is not None:
                 simulator.seed_states(self._states[n : n + 1], [s])
@@ -161,9 +155,7 @@ class Cage2VecEnv(VectorEnv):
         if seed is not None:
             self._seed(seed)
         chosen = (options or {}).get("red_agent")
-        simulator.start(
-            self._states, None, None if chosen is None else red_agent_indices(chosen, self.num_envs)
-        )
+        simulator.start(self._states, None, None if chosen is None else red_agent_indices(chosen, self.num_envs))
         self._needs_reset = False
         return np.zeros((self.num_envs, OBS_SIZE), np.float32), self._infos()
 
@@ -185,9 +177,7 @@ class Cage2VecEnv(VectorEnv):
             )
         if actions.min() < 0 or actions.max() >= NUM_ACTIONS:
             n = int(np.flatnonzero((actions < 0) | (actions >= NUM_ACTIONS))[0])
-            raise ValueError(
-                f"The action of environment {n} is {actions[n]}, but must be in 0..{NUM_ACTIONS - 1}."
-            )
+            raise ValueError(f"The action of environment {n} is {actions[n]}, but must be in 0..{NUM_ACTIONS - 1}.")
         obs = np.empty((self.num_envs, OBS_SIZE), np.float32)
         actions = np.ascontiguousarray(actions, np.int64)
         red_agents = None
