@@ -89,9 +89,7 @@ def envpool_step(env_id: str, num_envs: int, num_threads: int) -> Callable[[np.n
     return lambda actions: pool.step(actions)
 
 
-def compare(
-    env_id: str, num_envs: int, num_threads: int, rounds: int, seconds: float
-) -> dict[str, list[float]]:
+def compare(env_id: str, num_envs: int, num_threads: int, rounds: int, seconds: float) -> dict[str, list[float]]:
     """Steps per second of every candidate, one figure a round."""
     batch = MujocoBatchVecEnv(env_id, num_envs, num_threads)
     sync = SyncVectorEnv([partial(quiet_make, env_id)] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
@@ -102,9 +100,7 @@ def compare(
     pipes, processes = [], []
     for share in np.array_split(actions, num_threads, axis=1):
         ours, theirs = context.Pipe()
-        processes.append(
-            context.Process(target=bare_loop, args=(env_id, share, seconds, theirs), daemon=True)
-        )
+        processes.append(context.Process(target=bare_loop, args=(env_id, share, seconds, theirs), daemon=True))
         processes[-1].start()
         pipes.append(ours)
     for pipe in pipes:
@@ -132,9 +128,7 @@ def compare(
 
 def main() -> None:
     """Measure, print, and write results/mujoco_env.{json,md}."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env-ids", nargs="+", default=ENV_IDS)
     parser.add_argument("--num-envs", type=int, default=16)
     parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)))

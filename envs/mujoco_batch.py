@@ -4,419 +4,28 @@
     obs, infos = envs.reset(seed=1)
     obs, rewards, terminations, truncations, infos = envs.step(actions)
 
-MuJoCo 4.0 steps a batch of simulations on its own thread pool: no processes, no Python loop over robots.
-What is left for Python is one row-wise formula per task. Each keeps the floating-point order of Gymnasium's
-scalar code (its sums are pairwise, its norms a BLAS dot product, its `x**2` the C library's `pow`). Every
-constant, and the noise of every reset, comes from one instance made by `gymnasium.make`.
+MuJoCo 4.0 steps a batch of simulations on its own thread pool (`_mujoco_simulations`): no processes, no Python
+loop over robots. What is left for Python is one row-wise formula per task (`_mujoco_tasks`). Every constant, and
+the noise of every reset, comes from one instance made by `gymnasium.make`.
 """
 
-import ctypes
 import difflib
 import os
 import warnings
-import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import gymnasium as gym
 import mujoco
-import mujoco._batch
 import numpy as np
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.utils import seeding
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
-Infos = dict[str, Any]
-
-# -------------------------------------------------------------------------------------------- the simulations
-
-_INTEGRATION, _CTRL = int(mujoco.mjtState.mjSTATE_INTEGRATION), int(mujoco.mjtState.mjSTATE_CTRL)
-_NO_STAGE, _ALL_STAGES = int(mujoco.mjtStage.mjSTAGE_NONE), int(mujoco.mjtStage.mjSTAGE_ACC)
-
-
-class _BatchConfig(ctypes.Structure):
-    _fields_ = [("num_threads", ctypes.c_int), ("persistent", ctypes.c_bool)]
-
-
-def _load_mujoco() -> ctypes.CDLL:
-    """MuJoCo's C library, through the Python bindings that are linked with it: surely the same copy."""
-    lib = ctypes.CDLL(mujoco._batch.__file__)
-    pointer, integer, text = ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p
-    signatures: list[tuple[str, Any, list[Any]]] = [
-        ("mjb_makeBatch", pointer, [pointer, integer, ctypes.POINTER(_BatchConfig), text, integer]),
-        ("mjb_deleteBatch", None, [pointer]),
-        ("mjb_state", pointer, [pointer]),
-        ("mjb_output", pointer, [pointer, text, pointer, pointer]),
-        ("mjb_reset", integer, [pointer, pointer, integer, pointer, integer]),
-        ("mjb_forward", integer, [pointer, pointer, integer, integer]),
-        ("mjb_step", integer, [pointer, pointer, integer, integer, integer]),
-        ("mjb_apply", integer, [pointer, pointer, integer, pointer, pointer, integer]),
-        ("mjb_status", ctypes.POINTER(integer), [pointer]),
-        ("mjb_error", text, [pointer, integer]),
-        ("mjb_getData", None, [pointer, integer, pointer]),
-    ]
-    for name, result, arguments in signatures:
-        function = getattr(lib, name)
-        function.restype, function.argtypes = result, arguments
-    return lib
-
-
-_LIB = _load_mujoco()
-_RNE_POST_CONSTRAINT = ctypes.cast(_LIB.mj_rnePostConstraint, ctypes.c_void_p)
-
-
-def _delete_batch(batch: int, owner: int) -> None:
-    # A forked child has the memory but not the threads: to join them there would be to wait for ever.
-    if os.getpid() == owner:
-        _LIB.mjb_deleteBatch(batch)
-
-
-class Simulations:
-    """`num` simulations of one model on a thread pool: MuJoCo's batch through its C interface.
-
-    `mujoco.batch.Batch` wraps the same engine, but not `mjb_apply`, which Gymnasium's contact forces need.
-    The batch is persistent (one MjData each): those forces are computed from what the last substep left.
-
-    Attributes:
-        state: (num, size of mjSTATE_INTEGRATION) float64, live: a write counts from the next call on.
-        motion, qpos, qvel, ctrl: views of its columns; `motion` is qpos and qvel side by side.
-    """
-
-    def __init__(self, model: mujoco.MjModel, num: int, num_threads: int) -> None:
-        reason = ctypes.create_string_buffer(1000)
-        config = _BatchConfig(num_threads, True)
-        self._batch = _LIB.mjb_makeBatch(model._address, num, config, reason, len(reason))
-        if not self._batch:
-            raise RuntimeError(f"MuJoCo could not make {num} simulations: {reason.value.decode()}")
-        self.close = weakref.finalize(self, _delete_batch, self._batch, os.getpid())
-        self.num = num
-        self._template = mujoco.MjData(model)
-        self.state = self._view(_LIB.mjb_state(self._batch), (mujoco.mj_stateSize(model, _INTEGRATION),))
-        # The components lie in the order of their bits: time, qpos, qvel, act, ...
-        ctrl = mujoco.mj_stateSize(model, _INTEGRATION & (_CTRL - 1))
-        self.motion = self.state[:, 1 : 1 + model.nq + model.nv]
-        self.qpos, self.qvel = self.motion[:, : model.nq], self.motion[:, model.nq :]
-        self.ctrl = self.state[:, ctrl : ctrl + model.nu]
-
-    def _view(self, address: int, shape: tuple[int, ...]) -> Array:
-        pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_double))
-        return np.ctypeslib.as_array(pointer, (self.num, *shape))
-
-    def field(self, name: str) -> Array:
-        """(num, ...) live array of a derived MjData field, which every call copies out: only for reading."""
-        address = _LIB.mjb_output(self._batch, name.encode(), None, None)
-        return self._view(address, getattr(self._template, name).shape)
-
-    def step(self, num_substeps: int, ids: Array | None = None) -> None:
-        """`num_substeps` times mj_step for the simulations `ids` (sorted int32; None: all)."""
-        self._check(_LIB.mjb_step(self._batch, *self._ids(ids), num_substeps, _NO_STAGE))
-
-    def compute_contact_forces(self, ids: Array | None = None) -> None:
-        """Fill `cfrc_ext` from the last substep with mj_rnePostConstraint, as Gymnasium does after each step.
-
-        That function takes the first two of the four arguments mjb_apply gives. mjb_apply does not copy
-        fields out; a forward pass of no stages does, and computes nothing.
-        """
-        self._check(_LIB.mjb_apply(self._batch, *self._ids(ids), _RNE_POST_CONSTRAINT, None, 0))
-        self._check(_LIB.mjb_forward(self._batch, *self._ids(ids), _NO_STAGE))
-
-    def reset(self, ids: Array) -> None:
-        """mj_resetData, computing nothing."""
-        self._check(_LIB.mjb_reset(self._batch, *self._ids(ids), None, _NO_STAGE))
-
-    def forward(self, ids: Array | None = None) -> None:
-        """mj_forward."""
-        self._check(_LIB.mjb_forward(self._batch, *self._ids(ids), _ALL_STAGES))
-
-    def copy_data(self, index: int, data: mujoco.MjData) -> None:
-        """Write simulation `index`, derived fields included, into `data`."""
-        _LIB.mjb_getData(self._batch, index, data._address)
-
-    def _ids(self, ids: Array | None) -> tuple[int | None, int]:
-        return (None, self.num) if ids is None else (ids.ctypes.data, len(ids))
-
-    def _check(self, num_failed: int) -> None:
-        if num_failed:
-            status = _LIB.mjb_status(self._batch)
-            first = next(i for i in range(self.num) if status[i])
-            reason = " ".join(_LIB.mjb_error(self._batch, first).decode().split())
-            raise RuntimeError(
-                f"MuJoCo failed in {num_failed} of {self.num} simulations, at number {first}: {reason}"
-            )
-
-
-# -------------------------------------------------------------------------------------------------- the tasks
-
-
-class Task(NamedTuple):
-    """What a task adds to the physics. All arrays have one row per environment and are freshly made.
-
-    observe(): the observations. position(): what score() compares, read before and after a step.
-    score(actions, before, after): rewards, terminations, infos of a step. reset_info(): infos of a reset.
-    """
-
-    observe: Callable[[], Array]
-    score: Callable[[Array, Array, Array], tuple[Array, Array, Infos]]
-    position: Callable[[], Array]
-    reset_info: Callable[[], Infos] = dict
-    contact_forces: bool = False
-
-
-def _sum_of_squares(rows: Array) -> Array:
-    # Along a contiguous last axis NumPy sums each row in the same pairwise order as it sums one vector.
-    return np.add.reduce(np.square(rows), axis=1)
-
-
-def _norm(rows: Array) -> Array:
-    # np.linalg.norm of a vector is the root of a BLAS dot product, which may fuse multiply and add: so here.
-    return np.sqrt(np.vecdot(rows, rows))
-
-
-def _clip(values: Array, low: float, high: float) -> Array:
-    return np.minimum(np.maximum(values, low), high)  # np.clip, without its microseconds of argument handling
-
-
-def _locomotion(
-    env: Any,
-    sims: Simulations,
-    observe: Callable[[], Array],
-    position: Callable[[], Array],
-    reset_info: Callable[[], Infos],
-    healthy: Callable[[], Array] | None = None,
-    contact_cost: Callable[[], Array] | None = None,
-    torques: Array | None = None,
-) -> Task:
-    """Run along x: forward reward + healthy reward - control cost - contact cost, where a task has them."""
-    dt: float = env.dt
-
-    def score(actions: Array, before: Array, after: Array) -> tuple[Array, Array, Infos]:
-        velocity = (after - before) / dt
-        x_velocity = velocity if velocity.ndim == 1 else velocity[:, 0]
-        rewards = forward_reward = env._forward_reward_weight * x_velocity
-        costs = ctrl_cost = env._ctrl_cost_weight * _sum_of_squares(actions if torques is None else torques)
-        info = reset_info()
-        info |= {"x_velocity": x_velocity, "reward_forward": forward_reward, "reward_ctrl": -ctrl_cost}
-        if velocity.ndim == 2:
-            info["y_velocity"] = velocity[:, 1]
-        terminated = np.zeros(sims.num, np.bool_)
-        if healthy is not None:
-            is_healthy = healthy()
-            info["reward_survive"] = is_healthy * env._healthy_reward
-            rewards = forward_reward + info["reward_survive"]
-            terminated = ~is_healthy & env._terminate_when_unhealthy
-        if contact_cost is not None:
-            contact = contact_cost()
-            info["reward_contact"] = -contact
-            costs = ctrl_cost + contact
-        return rewards - costs, terminated, info
-
-    return Task(observe, score, position, reset_info, contact_forces=contact_cost is not None)
-
-
-def _half_cheetah(env: Any, sims: Simulations) -> Task:
-    skip, x = int(env._exclude_current_positions_from_observation), sims.qpos[:, 0]
-    return _locomotion(env, sims, sims.motion[:, skip:].copy, x.copy, lambda: {"x_position": x.copy()})
-
-
-def _hopper(env: Any, sims: Simulations) -> Task:
-    skip = int(env._exclude_current_positions_from_observation)
-    x, z, angle = sims.qpos[:, 0], sims.qpos[:, 1], sims.qpos[:, 2]
-    (min_z, max_z), (min_angle, max_angle) = env._healthy_z_range, env._healthy_angle_range
-    state_range = getattr(env, "_healthy_state_range", None)  # Hopper has one, Walker2d none
-    initial_z = env.init_qpos[1]
-
-    def observe() -> Array:
-        obs = sims.motion[:, skip:].copy()
-        obs[:, -env.model.nv :] = _clip(sims.qvel, -10, 10)
-        return obs
-
-    def healthy() -> Array:
-        upright = (min_z < z) & (z < max_z) & (min_angle < angle) & (angle < max_angle)
-        if state_range is not None:
-            state = sims.motion[:, 2:]
-            upright &= ((state_range[0] < state) & (state < state_range[1])).all(axis=1)
-        return upright
-
-    def reset_info() -> Infos:
-        return {"x_position": x.copy(), "z_distance_from_origin": z - initial_z}
-
-    return _locomotion(env, sims, observe, x.copy, reset_info, healthy)
-
-
-def _plane_info(sims: Simulations) -> Infos:
-    xy = sims.qpos[:, :2]
-    return {"x_position": xy[:, 0].copy(), "y_position": xy[:, 1].copy(), "distance_from_origin": _norm(xy)}
-
-
-def _swimmer(env: Any, sims: Simulations) -> Task:
-    skip = 2 * env._exclude_current_positions_from_observation
-    observe, position = sims.motion[:, skip:].copy, sims.qpos[:, :2].copy
-    return _locomotion(env, sims, observe, position, lambda: _plane_info(sims))
-
-
-def _ant(env: Any, sims: Simulations) -> Task:
-    motion = sims.motion[:, 2 * env._exclude_current_positions_from_observation :]
-    body_xy, z = sims.field("xpos")[:, env.model.body(env._main_body).id, :2], sims.qpos[:, 2]
-    forces = sims.field("cfrc_ext").reshape(sims.num, -1)
-    min_z, max_z = env._healthy_z_range
-
-    def observe() -> Array:
-        if not env._include_cfrc_ext_in_observation:
-            return motion.copy()
-        # the first six numbers belong to the world
-        return np.concatenate((motion, _clip(forces[:, 6:], *env._contact_force_range)), axis=1)
-
-    def healthy() -> Array:
-        return np.isfinite(sims.motion).all(axis=1) & (min_z <= z) & (z <= max_z)
-
-    def contact_cost() -> Array:
-        return env._contact_cost_weight * _sum_of_squares(_clip(forces, *env._contact_force_range))
-
-    return _locomotion(env, sims, observe, body_xy.copy, lambda: _plane_info(sims), healthy, contact_cost)
-
-
-def _humanoid_observe(env: Any, sims: Simulations) -> Callable[[], Array]:
-    parts = [sims.motion[:, 2 * env._exclude_current_positions_from_observation :]]
-    # without the world's ten inertias, six velocities and six forces, and without the six of the free joint
-    for name, skip in (("cinert", 10), ("cvel", 6), ("qfrc_actuator", 6), ("cfrc_ext", 6)):
-        if getattr(env, f"_include_{name}_in_observation") is True:
-            parts.append(sims.field(name).reshape(sims.num, -1)[:, skip:])
-    return lambda: np.concatenate(parts, axis=1)
-
-
-def _tendon_info(sims: Simulations) -> Callable[[], Infos]:
-    length, velocity = sims.field("ten_length"), sims.field("ten_velocity")
-    return lambda: {"tendon_length": length.copy(), "tendon_velocity": velocity.copy()}
-
-
-def _humanoid(env: Any, sims: Simulations) -> Task:
-    mass, total_mass = env.model.body_mass.copy(), env.model.body_mass.sum()
-    body_centers, z = sims.field("xipos"), sims.qpos[:, 2]
-    forces = sims.field("cfrc_ext").reshape(sims.num, -1)
-    observe, tendon_info = _humanoid_observe(env, sims), _tendon_info(sims)
-    min_z, max_z = env._healthy_z_range
-
-    def center_of_mass() -> Array:
-        return (np.einsum("b,nbj->nj", mass, body_centers) / total_mass)[:, :2]
-
-    def healthy() -> Array:
-        return (min_z < z) & (z < max_z)
-
-    def contact_cost() -> Array:
-        return _clip(env._contact_cost_weight * _sum_of_squares(forces), *env._contact_cost_range)
-
-    def reset_info() -> Infos:
-        return _plane_info(sims) | tendon_info()
-
-    return _locomotion(env, sims, observe, center_of_mass, reset_info, healthy, contact_cost, sims.ctrl)
-
-
-def _humanoid_standup(env: Any, sims: Simulations) -> Task:
-    x, y, z = sims.qpos[:, 0], sims.qpos[:, 1], sims.qpos[:, 2]
-    forces = sims.field("cfrc_ext").reshape(sims.num, -1)
-    observe, tendon_info = _humanoid_observe(env, sims), _tendon_info(sims)
-    initial_z, timestep = env.init_qpos[2], env.model.opt.timestep
-
-    def reset_info() -> Infos:
-        place = {"x_position": x.copy(), "y_position": y.copy(), "z_distance_from_origin": z - initial_z}
-        return place | tendon_info()
-
-    def score(actions: Array, before: Array, after: Array) -> tuple[Array, Array, Infos]:
-        uph = after / timestep
-        ctrl_cost = env._ctrl_cost_weight * _sum_of_squares(sims.ctrl)
-        impact_cost = _clip(env._impact_cost_weight * _sum_of_squares(forces), *env._impact_cost_range)
-        info = {"reward_linup": uph, "reward_quadctrl": -ctrl_cost, "reward_impact": -impact_cost}
-        return uph - ctrl_cost - impact_cost + 1, np.zeros(sims.num, np.bool_), reset_info() | info
-
-    return Task(observe, score, z.copy, reset_info, contact_forces=True)
-
-
-def _reacher(env: Any, sims: Simulations) -> Task:
-    xpos = sims.field("xpos")
-    fingertip, target = (xpos[:, env.model.body(name).id] for name in ("fingertip", "target"))
-
-    def observe() -> Array:
-        theta, gap = sims.qpos[:, :2].copy(), (fingertip - target)[:, :2]
-        return np.concatenate((np.cos(theta), np.sin(theta), sims.qpos[:, 2:], sims.qvel[:, :2], gap), axis=1)
-
-    def score(actions: Array, before: Array, after: Array) -> tuple[Array, Array, Infos]:
-        reward_dist = -_norm(after) * env._reward_dist_weight
-        reward_ctrl = -_sum_of_squares(actions) * env._reward_control_weight
-        info = {"reward_dist": reward_dist, "reward_ctrl": reward_ctrl}
-        return reward_dist + reward_ctrl, np.zeros(sims.num, np.bool_), info
-
-    return Task(observe, score, lambda: fingertip - target)
-
-
-def _pusher(env: Any, sims: Simulations) -> Task:
-    xpos = sims.field("xpos")
-    tips_arm, puck, goal = (xpos[:, env.model.body(name).id] for name in ("tips_arm", "object", "goal"))
-
-    def observe() -> Array:
-        return np.concatenate((sims.qpos[:, :7], sims.qvel[:, :7], tips_arm, puck, goal), axis=1)
-
-    def score(actions: Array, before: Array, after: Array) -> tuple[Array, Array, Infos]:
-        reward_near = -_norm(after - tips_arm) * env._reward_near_weight
-        reward_dist = -_norm(after - goal) * env._reward_dist_weight
-        reward_ctrl = -_sum_of_squares(actions) * env._reward_control_weight
-        info = {"reward_dist": reward_dist, "reward_ctrl": reward_ctrl, "reward_near": reward_near}
-        return reward_dist + reward_ctrl + reward_near, np.zeros(sims.num, np.bool_), info
-
-    return Task(observe, score, puck.copy)
-
-
-def _inverted_pendulum(env: Any, sims: Simulations) -> Task:
-    def score(actions: Array, before: Array, after: Array) -> tuple[Array, Array, Infos]:
-        terminated = ~np.isfinite(sims.motion).all(axis=1) | (np.abs(after) > 0.2)
-        reward = (~terminated).astype(np.int64)
-        return reward.astype(np.float64), terminated, {"reward_survive": reward}
-
-    return Task(sims.motion.copy, score, sims.qpos[:, 1].copy)
-
-
-def _inverted_double_pendulum(env: Any, sims: Simulations) -> Task:
-    tip, constraint_force = sims.field("site_xpos")[:, 0], sims.field("qfrc_constraint")
-
-    def square(values: Array) -> Array:
-        # Gymnasium squares scalars here, and a scalar's ** is the C library's pow: not always values * values
-        return np.array([value**2 for value in values.tolist()])
-
-    def observe() -> Array:
-        angles = sims.qpos[:, 1:].copy()
-        clipped = _clip(sims.qvel, -10, 10), _clip(constraint_force[:, :1], -10, 10)
-        return np.concatenate((sims.qpos[:, :1], np.sin(angles), np.cos(angles), *clipped), axis=1)
-
-    def score(actions: Array, before: Array, after: Array) -> tuple[Array, Array, Infos]:
-        x, y = after[:, 0], after[:, 2]
-        terminated = y <= 1
-        distance = 0.01 * square(x) + square(y - 2)
-        velocity = 1e-3 * square(sims.qvel[:, 1]) + 5e-3 * square(sims.qvel[:, 2])
-        alive = env._healthy_reward * (~terminated).astype(np.int64)
-        info = {"reward_survive": alive, "distance_penalty": -distance, "velocity_penalty": -velocity}
-        return alive - distance - velocity, terminated, info
-
-    return Task(observe, score, tip.copy)
-
-
-TASKS: dict[str, Callable[[Any, Simulations], Task]] = {
-    "Ant-v5": _ant,
-    "HalfCheetah-v5": _half_cheetah,
-    "Hopper-v5": _hopper,
-    "Humanoid-v5": _humanoid,
-    "HumanoidStandup-v5": _humanoid_standup,
-    "InvertedDoublePendulum-v5": _inverted_double_pendulum,
-    "InvertedPendulum-v5": _inverted_pendulum,
-    "Pusher-v5": _pusher,
-    "Reacher-v5": _reacher,
-    "Swimmer-v5": _swimmer,
-    "Walker2d-v5": _hopper,
-}
-
-# ------------------------------------------------------------------------------------- the vector environment
+from envs._mujoco_simulations import Array, Simulations
+from envs._mujoco_tasks import TASKS, Infos
 
 
 @contextmanager
@@ -449,9 +58,9 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         make_kwargs: passed on to `gymnasium.make` (ctrl_cost_weight, max_episode_steps, ...).
 
     Observations are (N, d) float64, rewards (N,) float64, terminations and truncations (N,) bool. Returned
-    arrays are fresh, but masks in `infos` that say the same may be one array. Where the physics
-    blows up, MuJoCo warns (on the screen and in MUJOCO_LOG.TXT) and sets that simulation back to the model's
-    defaults, and the episode goes on, as in Gymnasium.
+    arrays are fresh, but masks in `infos` that say the same may be one array. Where the physics blows up, MuJoCo
+    warns (on the screen and in MUJOCO_LOG.TXT) and sets that simulation back to the model's defaults, and the
+    episode goes on, as in Gymnasium.
 
     Raises:
         ValueError: `env_id` is not one of the tasks, or a number is out of range.
@@ -469,9 +78,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
             closest = difflib.get_close_matches(env_id, TASKS, n=1, cutoff=0.0)[0]
             raise ValueError(f"{env_id!r} is none of {', '.join(TASKS)}; the closest is {closest!r}.")
         if num_threads is None:
-            num_threads = (
-                len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            )
+            num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if num_envs < 1 or num_threads < 1:
             raise ValueError(f"num_envs={num_envs} and num_threads={num_threads} must both be at least 1.")
         with without_deprecation_note():
@@ -500,9 +107,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         self._everywhere.flags.writeable = False
         self._masks: Infos = {}
         self._process = os.getpid()
-        self._ready_in: int | None = (
-            None  # the process in which step() may be called: ours, from reset to close
-        )
+        self._ready_in: int | None = None  # the process in which step() may be called: ours, from reset to close
 
         # Gymnasium's own reset_model draws the noise of a reset; only what it does with it is replaced.
         self._drawn: list[Array] = []
@@ -517,7 +122,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         `options={"reset_mask": mask}`, a bool array (N,), resets only where it is true.
         """
         self._check_usable()
-        seeds = [seed + n for n in range(self.num_envs)] if isinstance(seed, int) else seed
+        seeds = [int(seed) + n for n in range(self.num_envs)] if isinstance(seed, int | np.integer) else seed
         if seeds is not None and len(seeds) != self.num_envs:
             raise ValueError(f"There are {self.num_envs} environments but {len(seeds)} seeds.")
         mask = (options or {}).get("reset_mask", self._everywhere)
@@ -548,9 +153,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         begins, ids = None, None  # where this step is a reset (or ends with one); who is simulated
         if self.autoreset_mode is not AutoresetMode.SAME_STEP and self._ended.any():
             if self.autoreset_mode is AutoresetMode.DISABLED:
-                raise ResetNeeded(
-                    f"Environments {np.flatnonzero(self._ended).tolist()} ended: reset them first."
-                )
+                raise ResetNeeded(f"Environments {np.flatnonzero(self._ended).tolist()} ended: reset them first.")
             begins, ids = self._ended, np.flatnonzero(~self._ended).astype(np.int32)
 
         sims.ctrl[...] = actions
@@ -636,9 +239,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         self._check_usable()
         mine, given = (self._env_id, self._sims.state.shape), (state["env_id"], state["physics"].shape)
         if given != mine:
-            raise ValueError(
-                f"The state is of {given[0]} {given[1]}, the environment is {mine[0]} {mine[1]}."
-            )
+            raise ValueError(f"The state is of {given[0]} {given[1]}, the environment is {mine[0]} {mine[1]}.")
         self._sims.state[...] = state["physics"]
         self._sims.forward()  # for render(): fills the derived fields, but touches the warm start
         self._sims.state[...] = state["physics"]
@@ -666,6 +267,4 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         if self.closed:
             raise ClosedEnvironmentError("This MujocoBatchVecEnv is closed: make a new one.")
         if os.getpid() != self._process:
-            raise RuntimeError(
-                "The threads of a MujocoBatchVecEnv do not survive a fork: make one in the child."
-            )
+            raise RuntimeError("The threads of a MujocoBatchVecEnv do not survive a fork: make one in the child.")

@@ -16,7 +16,8 @@ from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
-from envs.mujoco_batch import TASKS, MujocoBatchVecEnv, Simulations, without_deprecation_note
+from envs._mujoco_simulations import Simulations
+from envs.mujoco_batch import TASKS, MujocoBatchVecEnv, without_deprecation_note
 
 ROOT = Path(__file__).resolve().parent.parent
 TERMINATING = {
@@ -62,9 +63,7 @@ def random_actions(rng: np.random.Generator, envs: gym.vector.VectorEnv, step: i
     return actions.astype(np.float64 if step % 5 == 0 else np.float32)
 
 
-def assert_same_run(
-    env_id: str, mode: AutoresetMode, num_steps: int, num_envs: int = 3, **kwargs: Any
-) -> list[int]:
+def assert_same_run(env_id: str, mode: AutoresetMode, num_steps: int, num_envs: int = 3, **kwargs: Any) -> list[int]:
     """Run both side by side; return in how many steps each environment ended an episode."""
     expected, actual = (
         sync(env_id, num_envs, mode, **kwargs),
@@ -156,9 +155,7 @@ def test_disabled_autoreset_equals_sync_and_insists_on_resets(env_id: str) -> No
     num_resets = 0
     for step in range(120):
         if step == 10:
-            assert_identical(
-                *(envs.reset(options={"reset_mask": np.eye(3, dtype=bool)[2]}) for envs in both), ""
-            )
+            assert_identical(*(envs.reset(options={"reset_mask": np.eye(3, dtype=bool)[2]}) for envs in both), "")
         actions = random_actions(rng, both[1], step)
         results = [envs.step(actions) for envs in both]
         assert_identical(*results, f"step {step}")
@@ -166,9 +163,7 @@ def test_disabled_autoreset_equals_sync_and_insists_on_resets(env_id: str) -> No
         if ended.any():
             with pytest.raises(ResetNeeded, match="reset them first"):
                 both[0].step(actions)
-            assert_identical(
-                *(envs.reset(options={"reset_mask": ended.copy()}) for envs in both), "masked reset"
-            )
+            assert_identical(*(envs.reset(options={"reset_mask": ended.copy()}) for envs in both), "masked reset")
             num_resets += 1
     assert num_resets >= 6
 
@@ -233,9 +228,7 @@ def test_a_saved_state_is_a_copy_made_of_plain_values() -> None:
         MujocoBatchVecEnv("Ant-v5", 3, 1).set_state(state)
 
 
-@pytest.mark.parametrize(
-    "env_id", ["Ant-v5", "HalfCheetah-v5", "Hopper-v5", "Humanoid-v5", "InvertedPendulum-v5"]
-)
+@pytest.mark.parametrize("env_id", ["Ant-v5", "HalfCheetah-v5", "Hopper-v5", "Humanoid-v5", "InvertedPendulum-v5"])
 @pytest.mark.parametrize("velocity", [1e30, np.nan, 3e3])
 def test_exploding_physics_goes_on_as_in_gymnasium(env_id: str, velocity: float) -> None:
     expected, actual = sync(env_id, 3, AutoresetMode.SAME_STEP), MujocoBatchVecEnv(env_id, 3, 2)
@@ -261,9 +254,7 @@ def test_an_engine_error_in_one_simulation_is_reported_with_its_number() -> None
     sims.reset(np.arange(3, dtype=np.int32))
     sims.step(1)
     sims.qpos[1, 2] = 0.1
-    with pytest.raises(
-        RuntimeError, match=r"MuJoCo failed in 1 of 3 simulations, at number 1: .*out of memory"
-    ):
+    with pytest.raises(RuntimeError, match=r"MuJoCo failed in 1 of 3 simulations, at number 1: .*out of memory"):
         sims.step(1)
 
 
