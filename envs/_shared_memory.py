@@ -1,27 +1,31 @@
-"""The block of memory that SubprocVecEnv shares with its workers: NumPy views, no names, no pickling.
+"""The memory that SubprocVecEnv shares with its workers: NumPy views of one anonymous file.
 
-The memory is an anonymous file: it has no entry in `/dev/shm` that could be left behind, whoever is killed when,
-and its descriptor travels to each worker through the worker's own pipe, so that fork, forkserver and spawn (and
-a worker started later, in place of a dead one) all attach in the same way.
+Having no name, the file cannot be left behind in `/dev/shm`, whoever is killed when. Its descriptor travels to each
+worker through the worker's own pipe, so fork, forkserver and spawn all attach in the same way, and so does a worker
+that is started later in place of a dead one.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
+import struct
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from gymnasium import Space
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 
-CACHE_LINE = 64  # bytes; two processes writing to one line would steal it from each other on every write
+CACHE_LINE = 64  # bytes; processes that write to one line take it from each other at every write
+MAX_INFO_KEYS = 32
+
+InfoLayout = tuple[tuple[str, type], ...]  # the keys of an info, and the types of their values
 
 
 def require_numeric(space: Space, role: str) -> None:
-    """Raise unless `space` is Box, Discrete, MultiDiscrete, MultiBinary or a Dict or Tuple of those.
+    """Check that `space` is Box, Discrete, MultiDiscrete or MultiBinary, or a Dict or Tuple of them.
 
     Raises:
         ValueError: for a custom space. TypeError: for a Gymnasium space without a fixed numeric shape.
@@ -32,14 +36,14 @@ def require_numeric(space: Space, role: str) -> None:
     elif not isinstance(space, Box | Discrete | MultiDiscrete | MultiBinary):
         in_gymnasium = type(space).__module__.startswith("gymnasium.spaces")
         raise (TypeError if in_gymnasium else ValueError)(
-            f"SubprocVecEnv keeps {role}s in shared memory and so needs numeric spaces (Box, Discrete, MultiDiscrete, "
-            f"MultiBinary, and Dict or Tuple of them), but an environment has the {role} space {space}: wrap the "
-            f"environment so that its {role}s are numeric, or use gymnasium.vector.SyncVectorEnv."
+            f"SubprocVecEnv shares {role}s as arrays, so it serves Box, Discrete, MultiDiscrete, MultiBinary and Dict "
+            f"or Tuple of them, but not the {role} space {space}: wrap the environment so that its {role}s are "
+            "numeric, or use gymnasium.vector.SyncVectorEnv."
         )
 
 
 def map_space(space: Space, leaf: Callable[[Space], Any]) -> Any:
-    """Return the nested dict/tuple of `leaf(part)` over the numeric parts of `space`."""
+    """Return the nested dicts and tuples of `leaf(part)` over the numeric parts of `space`."""
     if isinstance(space, Dict):
         return {key: map_space(part, leaf) for key, part in space.spaces.items()}
     if isinstance(space, Tuple):
@@ -48,34 +52,35 @@ def map_space(space: Space, leaf: Callable[[Space], Any]) -> Any:
 
 
 def map_tree(tree: Any, leaf: Callable[[np.ndarray], Any]) -> Any:
-    """Return `tree` (nested dicts and tuples of arrays) with `leaf` applied to every array."""
+    """Return `tree`, nested dicts and tuples of arrays, with `leaf` applied to every array."""
+    if isinstance(tree, np.ndarray):
+        return leaf(tree)
     if isinstance(tree, dict):
         return {key: map_tree(part, leaf) for key, part in tree.items()}
-    if isinstance(tree, tuple):
-        return tuple(map_tree(part, leaf) for part in tree)
-    return leaf(tree)
+    return tuple(map_tree(part, leaf) for part in tree)
 
 
 def write_tree(target: Any, value: Any) -> None:
-    """Copy `value` into the arrays of `target`, which has the same nesting.
+    """Copy `value` into the arrays of `target`, which is nested in the same way.
 
     Raises:
-        ValueError: if a shape differs (NumPy would otherwise broadcast a wrong shape without a word).
+        ValueError: if a shape differs (NumPy alone would broadcast many a wrong shape without a word).
     """
-    if isinstance(target, dict):
+    if isinstance(target, np.ndarray):
+        shape = value.shape if isinstance(value, np.ndarray) else np.shape(value)
+        if shape != target.shape:
+            raise ValueError(f"expected an array of shape {target.shape}, got one of shape {shape}")
+        target[...] = value
+    elif isinstance(target, dict):
         for key, part in target.items():
             write_tree(part, value[key])
-    elif isinstance(target, tuple):
+    else:
         for part, part_value in zip(target, value, strict=True):
             write_tree(part, part_value)
-    else:
-        if np.shape(value) != target.shape:
-            raise ValueError(f"expected an array of shape {target.shape}, got shape {np.shape(value)}")
-        target[...] = value
 
 
 def anonymous_file(size: int) -> int:
-    """Return the descriptor of a new nameless file of `size` zero bytes, in memory where the system allows."""
+    """Return the descriptor of a new file of `size` zero bytes without a name, in memory where that is possible."""
     if hasattr(os, "memfd_create"):
         descriptor = os.memfd_create("SubprocVecEnv")
     else:
@@ -86,15 +91,15 @@ def anonymous_file(size: int) -> int:
 
 
 class SharedBatch:
-    """Views into the shared memory; parent and workers build the same ones from the same arguments.
+    """Views of the shared memory; parent and workers build the same ones from the same arguments.
 
     Attributes:
-        observations: nested arrays, each (num_envs, *shape) of the observation space's dtype.
-        actions: nested arrays, each (num_envs, *shape) of the action space's dtype.
+        observations: nested arrays (num_envs, *shape) of the observation space's dtypes.
+        actions: nested arrays (num_envs, *shape) of the action space's dtypes.
         rewards: (num_envs,) float64. terminations, truncations: (num_envs,) bool.
-        control: (num_workers, CACHE_LINE / 8) int64; column meanings are in `envs/_subproc_worker.py`.
-        observation_bytes: the memory under `observations`, as (num_bytes,) uint8.
-        descriptor: of the anonymous file, to be sent to workers.
+        control: (num_workers, 8) int64, a cache line per worker; its columns are named in `envs/_subproc_worker.py`.
+        infos: (num_envs, MAX_INFO_KEYS) float64, some of them really int64; has_info: (num_envs,) bool. See `InfoWriter`.
+        descriptor: of the anonymous file.
     """
 
     def __init__(
@@ -105,48 +110,101 @@ class SharedBatch:
         num_workers: int,
         descriptor: int | None = None,
     ) -> None:
-        def batched(part: Space) -> tuple[tuple[int, ...], np.dtype]:
-            assert part.shape is not None
-            assert part.dtype is not None
-            return (num_envs, *part.shape), part.dtype
-
         self.arguments = (observation_space, action_space, num_envs, num_workers)
-        fixed = [
-            ((num_workers, CACHE_LINE // 8), np.dtype(np.int64)),
-            ((num_envs,), np.dtype(np.float64)),
-            ((num_envs,), np.dtype(np.bool_)),
-            ((num_envs,), np.dtype(np.bool_)),
-        ]
-        leaves: list[tuple[tuple[int, ...], np.dtype]] = list(fixed)
-        map_space(action_space, lambda part: leaves.append(batched(part)))
-        map_space(observation_space, lambda part: leaves.append(batched(part)))
-        sizes = [int(np.prod(shape)) * dtype.itemsize for shape, dtype in leaves]
-        padded = [-(-size // CACHE_LINE) * CACHE_LINE for size in sizes]
-        starts = np.concatenate([[0], np.cumsum(padded)]).tolist()
+        self.descriptor = descriptor
+        # The first pass only adds up the size, the second places the arrays.
+        self._memory: mmap.mmap | None = None
+        self._place_arrays()
+        if self.descriptor is None:
+            self.descriptor = anonymous_file(self._used)
+        self._memory = mmap.mmap(self.descriptor, self._used)
+        self._place_arrays()
 
-        self.descriptor = anonymous_file(max(starts[-1], 1)) if descriptor is None else descriptor
-        memory = mmap.mmap(self.descriptor, max(starts[-1], 1))
-        arrays: Iterator[np.ndarray] = (
-            np.frombuffer(memory, dtype=dtype, count=int(np.prod(shape)), offset=start).reshape(shape)
-            for (shape, dtype), start in zip(leaves, starts, strict=False)
+    def _place_arrays(self) -> None:
+        observation_space, action_space, num_envs, num_workers = self.arguments
+        self._used = 0
+        self.control = self._array((num_workers, CACHE_LINE // 8), np.int64)
+        self.rewards = self._array((num_envs,), np.float64)
+        self.terminations = self._array((num_envs,), np.bool_)
+        self.truncations = self._array((num_envs,), np.bool_)
+        self.infos = self._array((num_envs, MAX_INFO_KEYS), np.float64)
+        self.has_info = self._array((num_envs,), np.bool_)
+        self.actions = map_space(action_space, lambda part: self._array((num_envs, *part.shape), part.dtype))
+        self.observations = map_space(
+            observation_space, lambda part: self._array((num_envs, *part.shape), part.dtype)
         )
-        self.control, self.rewards = next(arrays), next(arrays)
-        self.terminations, self.truncations = next(arrays), next(arrays)
-        self.actions = map_space(action_space, lambda part: next(arrays))
-        first_observation = len(fixed) + len(list(_leaves(self.actions)))
-        self.observations = map_space(observation_space, lambda part: next(arrays))
-        self.observation_bytes = np.frombuffer(memory, dtype=np.uint8)[starts[first_observation] :]
+
+    def _array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        start, count = self._used, int(np.prod(shape))
+        self._used += -(-count * np.dtype(dtype).itemsize // CACHE_LINE) * CACHE_LINE
+        if self._memory is None:
+            return np.empty(0)
+        return np.frombuffer(self._memory, dtype, count, start).reshape(shape)
 
     def close(self) -> None:
         """Close the descriptor; the memory itself goes with the last view of it."""
-        if self.descriptor >= 0:
+        if self.descriptor is not None:
             os.close(self.descriptor)
-            self.descriptor = -1
+            self.descriptor = None
 
 
-def _leaves(tree: Any) -> Iterator[np.ndarray]:
-    if isinstance(tree, dict | tuple):
-        for part in tree.values() if isinstance(tree, dict) else tree:
-            yield from _leaves(part)
-    else:
-        yield tree
+class InfoWriter:
+    """Writes infos that consist of the same few numbers at every step as rows of the shared memory.
+
+    MuJoCo's environments return such infos at each step, and pickling, unpickling and merging them costs more than
+    the physics of a small robot. Reals take a cell as float64, integers as int64, both without loss.
+    """
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self.rows = memoryview(rows).cast("B")
+        self.row_bytes = rows.strides[0]
+        self.layout: InfoLayout | None = None
+
+    def write(self, slot: int, info: dict[str, Any]) -> bool:
+        """Write `info` to row `slot` if it has the layout of the first info that could be written; return whether."""
+        kinds = [*map(type, info.values())]
+        if self.layout is None:
+            formats = [cell_format(kind) for kind in kinds]
+            if None in formats or len(info) > MAX_INFO_KEYS:
+                return False
+            self.layout = tuple(zip(info, kinds, strict=True))
+            self.keys, self.kinds = [*info], kinds
+            self.cells = struct.Struct("".join(map(str, formats)))
+        elif kinds != self.kinds or [*info] != self.keys:
+            return False
+        try:
+            self.cells.pack_into(self.rows, slot * self.row_bytes, *info.values())
+        except struct.error:  # an integer beyond int64
+            return False
+        return True
+
+
+def cell_format(kind: type) -> str | None:
+    """Return the `struct` format of a cell that holds a value of this type without loss, or None."""
+    if issubclass(kind, int | np.integer):
+        return "q"
+    return "d" if issubclass(kind, float | np.float32 | np.float16) else None
+
+
+def read_infos(batch: SharedBatch, layouts: dict[InfoLayout, list[int]]) -> dict[str, Any]:
+    """Return the rows that InfoWriters wrote in Gymnasium's vector format.
+
+    Args:
+        layouts: which environments (indices) write their rows in which layout.
+    """
+    infos: dict[str, Any] = {}
+    num_envs = len(batch.has_info)
+    for layout, env_indices in layouts.items():
+        present = batch.has_info
+        if len(env_indices) < num_envs:
+            present = np.zeros(num_envs, dtype=np.bool_)
+            present[env_indices] = batch.has_info[env_indices]
+        if not present.any():
+            continue
+        for column, (key, kind) in enumerate(layout):
+            numbers = batch.infos if cell_format(kind) == "d" else batch.infos.view(np.int64)
+            if key not in infos:
+                infos[key], infos[f"_{key}"] = np.zeros(num_envs, kind), np.zeros(num_envs, np.bool_)
+            np.copyto(infos[key], numbers[:, column], where=present, casting="unsafe")
+            infos[f"_{key}"] |= present
+    return infos

@@ -1,8 +1,8 @@
-"""What runs inside one worker process of SubprocVecEnv: a loop that steps its share of the environments in place.
+"""What runs inside a worker process of SubprocVecEnv: a loop that steps its share of the environments in place.
 
-A worker never outlives its parent, never dies of a signal meant for its parent, and leaves a trace of what it was
-doing when it crashes or hangs. Its replies travel as follows: arrays in shared memory, everything else (infos,
-results of calls, error texts) pickled through a pipe, and a semaphore says that a command or a reply is there.
+A worker never outlives its parent, ignores the signals that are meant for its parent, and leaves a trace of where it
+was when it crashes or hangs. Numbers travel in shared memory, all else (results of calls, texts of errors, infos of
+other than numbers) as pickled messages through a pipe; semaphores say that a command or a reply is there.
 """
 
 from __future__ import annotations
@@ -24,17 +24,26 @@ import numpy as np
 from gymnasium import Env, Wrapper
 from gymnasium.vector import AutoresetMode
 
-from envs._shared_memory import SharedBatch, map_tree, write_tree
+from envs._shared_memory import InfoWriter, SharedBatch, map_tree, write_tree
 
 # Columns of SharedBatch.control, one row per worker.
 COMMAND, REPLY, RUNNING = 0, 1, 2
-STEP, MESSAGE = 0, 1  # COMMAND: step with the shared actions, or read a (name, data) message from the pipe
-EMPTY, PICKLED = 0, 1  # REPLY: all is in shared memory, or an (errors, result) message is in the pipe
-IDLE = -1  # RUNNING: the index of the environment whose code is running now, or IDLE
+STEP, MESSAGE = (
+    0,
+    1,
+)  # COMMAND: step with the shared actions, or read a (name, requests) message from the pipe
+EMPTY, PICKLED = 0, 1  # REPLY: all is in shared memory, or an (errors, results) message is in the pipe
+IDLE = -1  # RUNNING: the index of the environment whose code is running, or IDLE
 
-SPINS = 200  # about 100 us of polling before a worker sleeps: waking a sleeper costs tens of us, a step often fewer
+SPINS = (
+    200  # polls, about 100 us, before a worker sleeps: to wake a sleeper takes tens of us, a small step less
+)
+SMALL_MESSAGE = 32_768  # bytes that surely fit the pipe's buffer
 PARENT_CHECK_SECONDS = 1.0
-PR_SET_PDEATHSIG = 1  # Linux's prctl option: signal me when the thread that created me is gone
+PR_SET_PDEATHSIG = 1  # Linux's prctl: send me this signal when the thread that created me is gone
+
+Requests = list[tuple[int, Any]]  # (environment index, arguments)
+Results = list[tuple[int, Any]]  # (environment index, result)
 
 
 @dataclass
@@ -51,10 +60,8 @@ class WorkerSetup:
     autoreset_mode: AutoresetMode
     episode_statistics: bool
     spin: bool
-    die_with_creator: bool
-    inherited: list[
-        connection.Connection
-    ]  # the parent's ends of other pipes, which a fork copies into the worker
+    creator_is_parent: bool  # the thread that creates the worker lives as long as the parent
+    inherited: list[connection.Connection]  # the parent's ends of pipes, which fork copies into the worker
 
 
 @dataclass
@@ -69,21 +76,22 @@ class EnvError:
 
     @classmethod
     def current(cls, env_index: int) -> EnvError:
+        """Describe the exception that is being handled."""
         kind, value, _ = sys.exc_info()
         assert kind is not None
         try:
             message = str(value)
         except Exception:
-            message = "(its message could not be formatted)"
+            message = "(its text cannot be formatted)"
         return cls(env_index, kind.__module__, kind.__qualname__, message, traceback.format_exc())
 
 
 def worker_main(setup: WorkerSetup) -> None:
-    """Build the environments, attach to the shared memory and obey commands until told to close."""
-    watch_parent(setup.die_with_creator)
-    # Ctrl-C and SIGTERM often reach the whole process group. What they mean is the parent's to decide (it may want one
-    # more step and every environment's state for a checkpoint), so they do nothing here. Handlers, not SIG_IGN, since
-    # programs that environments start would inherit the latter.
+    """Construct the environments, attach to the shared memory, and obey commands until the parent says close."""
+    watch_parent(setup.creator_is_parent)
+    # Ctrl-C and SIGTERM often reach the whole process group. What they mean is for the parent to decide, which may
+    # want one more step and every environment's state for a checkpoint; so here they do nothing. (Handlers rather
+    # than SIG_IGN, because programs that environments start would inherit SIG_IGN.)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)
     faulthandler.enable(setup.crash_pipe.fileno(), all_threads=False)
@@ -96,6 +104,8 @@ def worker_main(setup: WorkerSetup) -> None:
     try:
         if worker.start():
             worker.serve()
+    except (EOFError, BrokenPipeError, ConnectionResetError):
+        pass  # the parent is gone, or this worker is not wanted any more
     finally:
         for env in worker.envs:
             try:
@@ -104,19 +114,20 @@ def worker_main(setup: WorkerSetup) -> None:
                 traceback.print_exc()
 
 
-def watch_parent(die_with_creator: bool) -> None:
-    """Make this process end within about a second of its parent's end, whatever it is doing.
+def watch_parent(creator_is_parent: bool) -> None:
+    """Make this process end soon after its parent, whatever it is doing then.
 
-    On Linux the kernel sees to it, even while an environment holds the GIL in C code; but it watches the parent's
-    *thread*, hence `die_with_creator`, which is false if that was not its main thread. Elsewhere, a thread watches.
+    On Linux the kernel sees to it at once, even while an environment holds the GIL in C code. But what it watches is
+    the *thread* that created this process, which may end before the parent does; then, and elsewhere, a thread here
+    looks every second.
     """
-    if die_with_creator and sys.platform == "linux":
+    if creator_is_parent and sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     parent, parent_pid = parent_process(), os.getppid()
     assert parent is not None
 
     def watch() -> None:
-        if hasattr(signal, "pthread_sigmask"):  # the request for a trace is for the main thread
+        if hasattr(signal, "pthread_sigmask"):  # a request for a trace is for the main thread
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
         while os.getppid() == parent_pid and not connection.wait([parent.sentinel], PARENT_CHECK_SECONDS):
             pass
@@ -126,17 +137,17 @@ def watch_parent(die_with_creator: bool) -> None:
 
 
 class Worker:
-    """The environments of one worker and their counters. "Slot" s holds environment `env_indices[s]`."""
+    """The environments of one worker. "Slot" s holds environment `env_indices[s]`."""
 
     def __init__(self, setup: WorkerSetup) -> None:
         self.setup = setup
         self.envs: list[Env] = []
-        self.needs_reset = [False] * len(setup.env_indices)  # NEXT_STEP: the next step resets instead
+        self.needs_reset = [False] * len(setup.env_indices)  # under NEXT_STEP: the next step resets instead
         self.returns = [0.0] * len(setup.env_indices)
         self.lengths = [0] * len(setup.env_indices)
 
     def start(self) -> bool:
-        """Construct the environments and attach to the shared memory; return whether to go on."""
+        """Construct the environments and attach to the shared memory; return whether that succeeded."""
         pipe = self.setup.pipe
         for env_index, env_fn in zip(self.setup.env_indices, self.setup.env_fns, strict=True):
             try:
@@ -144,117 +155,144 @@ class Worker:
             except BaseException:
                 pipe.send(([EnvError.current(env_index)], None))
                 return False
-        first = self.envs[0]
         spaces = [(env.observation_space, env.action_space) for env in self.envs]
-        pipe.send(([], (spaces, dict(first.metadata), first.render_mode)))
-        arguments = pipe.recv()
-        if arguments is None:
+        pipe.send(([], (spaces, dict(self.envs[0].metadata), self.envs[0].render_mode)))
+        name, arguments = pipe.recv()
+        if name == "close":
             return False
-        self.shared = SharedBatch(*arguments, descriptor=reduction.recv_handle(pipe))
-        self.shared.close()
-        self.control = memoryview(self.shared.control[self.setup.index])
-        indices = self.setup.env_indices
-        self.actions = map_tree(self.shared.actions, lambda array: array[indices.start : indices.stop])
-        # array[i, ...] stays a view where array[i] would be a scalar
-        self.observations = [
-            map_tree(self.shared.observations, lambda array, i=i: array[i, ...]) for i in indices
-        ]
+        self.attach(SharedBatch(*arguments, reduction.recv_handle(pipe)))
         pipe.send(([], None))
         return True
 
+    def attach(self, shared: SharedBatch) -> None:
+        """Take views of this worker's rows; memoryviews where single numbers are written, being twice as fast."""
+        shared.close()
+        rows = slice(self.setup.env_indices.start, self.setup.env_indices.stop)
+        self.control = memoryview(shared.control[self.setup.index])
+        self.rewards = memoryview(shared.rewards[rows])
+        self.terminations = memoryview(shared.terminations[rows])
+        self.truncations = memoryview(shared.truncations[rows])
+        self.has_info = memoryview(shared.has_info[rows])
+        self.info_writer = InfoWriter(shared.infos[rows])
+        self.actions = map_tree(shared.actions, lambda array: array[rows])
+        # array[i, ...] is a view even where array[i] would be a number
+        self.observations = [
+            map_tree(shared.observations, lambda array, i=i: array[i, ...])  # type: ignore[misc]
+            for i in self.setup.env_indices
+        ]
+
     def serve(self) -> None:
-        """Obey commands until told to close, or until an environment raised in `step` or `reset`."""
+        """Obey commands until told to close, or until an environment has raised in `step` or `reset`."""
         setup, control = self.setup, self.control
-        relax = getattr(os, "sched_yield", lambda: None)
+        give_way = getattr(os, "sched_yield", lambda: None)  # to whoever wants this core
         while True:
             for _ in range(SPINS if setup.spin else 0):
                 if setup.go.acquire(False):
                     break
-                relax()  # gives the core away if the parent or another worker wants it
+                give_way()
             else:
                 setup.go.acquire()
 
-            name, errors, result = "step", [], None
+            errors: list[EnvError]
+            results: Any
             if control[COMMAND] == STEP:
-                errors, result = self.step()
+                name, (errors, results) = "step", self.step()
             else:
-                name, data = setup.pipe.recv()
+                name, requests = setup.pipe.recv()
                 if name == "close":
                     return
-                errors, result = getattr(self, name)(data)
+                errors, results = getattr(self, name)(requests)
             control[RUNNING] = IDLE
 
-            if not errors and not result:
+            if not errors and not results:
                 control[REPLY] = EMPTY
                 setup.done.release()
                 continue
             control[REPLY] = PICKLED
-            message = self.pickle(errors, result)
-            setup.done.release()  # before sending: what does not fit the pipe waits there until the parent reads
-            setup.pipe.send_bytes(message)
+            message = self.pickle(errors, results)
+            # What does not fit the pipe waits there until the parent, once told, reads; what fits is better sent
+            # first, so that the parent does not wake only to wait.
+            if len(message) > SMALL_MESSAGE:
+                setup.done.release()
+                setup.pipe.send_bytes(message)
+            else:
+                setup.pipe.send_bytes(message)
+                setup.done.release()
             if errors and name in ("step", "reset"):
                 return
 
-    def pickle(self, errors: list[EnvError], result: Any) -> Any:
-        """Return the reply pickled; what cannot be pickled is an error of the environment that made it."""
+    def pickle(self, errors: list[EnvError], results: Any) -> Any:
+        """Return the reply as bytes; a result that cannot be pickled is an error of its environment."""
         try:
-            return reduction.ForkingPickler.dumps((errors, result))
+            return reduction.ForkingPickler.dumps((errors, results))
         except Exception:
-            env_index = next(
-                (i for i, value in result or [] if not _can_pickle(value)), self.setup.env_indices[0]
-            )
-            return reduction.ForkingPickler.dumps(([*errors, EnvError.current(env_index)], None))
+            guilty = EnvError.current(self.setup.env_indices.start)
+            for env_index, result in results:
+                try:
+                    reduction.ForkingPickler.dumps(result)
+                except Exception:
+                    guilty = EnvError.current(env_index)
+                    break
+            return reduction.ForkingPickler.dumps(([*errors, guilty], []))
 
-    def step(self) -> tuple[list[EnvError], list[tuple[int, dict[str, Any]]]]:
-        """Step every environment with its row of the shared actions; return errors and the non-empty infos."""
-        errors, infos = [], []
-        mode, shared, control = self.setup.autoreset_mode, self.shared, self.control
-        single_action = isinstance(self.actions, np.ndarray)
-        for slot, (env_index, env) in enumerate(zip(self.setup.env_indices, self.envs, strict=True)):
-            control[RUNNING] = env_index
+    def step(self) -> tuple[list[EnvError], Results]:
+        """Step every environment with its row of the shared actions; return errors and the infos to be pickled."""
+        errors: list[EnvError] = []
+        infos: Results = []
+        known_layout = self.info_writer.layout
+        plain_action = isinstance(self.actions, np.ndarray)
+        for slot, env in enumerate(self.envs):
+            env_index = self.setup.env_indices.start + slot
+            self.control[RUNNING] = env_index
             try:
                 if self.needs_reset[slot]:
                     observation, info = self.begin_episode(slot)
                     reward, terminated, truncated = 0.0, False, False
+                    over = False
                 else:
-                    # A copy, because an environment may keep its action, and the next step overwrites this row.
-                    action = (
-                        self.actions[slot].copy()
-                        if single_action
-                        else map_tree(self.actions, lambda array, slot=slot: array[slot].copy())
-                    )
+                    # A copy, since an environment may keep its action while the next one overwrites this row.
+                    if plain_action:
+                        action = self.actions[slot].copy()
+                    else:
+                        action = map_tree(self.actions, lambda array, slot=slot: array[slot].copy())  # type: ignore
                     observation, reward, terminated, truncated, info = env.step(action)
                     self.returns[slot] += float(reward)
                     self.lengths[slot] += 1
-                    if terminated or truncated:
-                        if self.setup.episode_statistics and "episode" not in info:
-                            info = {**info, "episode": {"r": self.returns[slot], "l": self.lengths[slot]}}
-                        if mode == AutoresetMode.SAME_STEP:
-                            final = {"final_obs": observation, "final_info": info}
-                            observation, reset_info = self.begin_episode(slot)
-                            info = {**final, **reset_info}
-                        elif mode == AutoresetMode.NEXT_STEP:
-                            self.needs_reset[slot] = True
+                    over = terminated or truncated
+                    if over:
+                        observation, info = self.end_episode(slot, observation, info)
                 write_tree(self.observations[slot], observation)
-                shared.rewards[env_index] = reward
-                shared.terminations[env_index] = terminated
-                shared.truncations[env_index] = truncated
-                if info:
+                self.rewards[slot] = reward
+                self.terminations[slot] = terminated
+                self.truncations[slot] = truncated
+                shared_info = bool(info) and not over and self.info_writer.write(slot, info)
+                self.has_info[slot] = shared_info
+                if info and not shared_info:
                     infos.append((env_index, info))
             except BaseException:
                 errors.append(EnvError.current(env_index))
+        if self.info_writer.layout is not known_layout:
+            infos.append((self.setup.env_indices.start, self.info_writer.layout))
         return errors, infos
 
     def begin_episode(self, slot: int, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
-        """Reset one environment and its counters; return its first observation and info."""
+        """Reset an environment and its counters; return its first observation and info."""
         observation, info = self.envs[slot].reset(**kwargs)
         self.needs_reset[slot], self.returns[slot], self.lengths[slot] = False, 0.0, 0
         return observation, info
 
-    def reset(
-        self, requests: list[tuple[int, dict[str, Any]]]
-    ) -> tuple[list[EnvError], list[tuple[int, Any]]]:
-        """Reset the environments in `requests` (index, keyword arguments); return errors and the non-empty infos."""
+    def end_episode(self, slot: int, observation: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Do what the autoreset mode asks for; return the observation and info that the step hands out."""
+        if self.setup.episode_statistics and "episode" not in info:
+            info = {**info, "episode": {"r": self.returns[slot], "l": self.lengths[slot]}}
+        if self.setup.autoreset_mode == AutoresetMode.SAME_STEP:
+            first_observation, reset_info = self.begin_episode(slot)
+            return first_observation, {"final_obs": observation, "final_info": info, **reset_info}
+        self.needs_reset[slot] = self.setup.autoreset_mode == AutoresetMode.NEXT_STEP
+        return observation, info
+
+    def reset(self, requests: Requests) -> tuple[list[EnvError], Results]:
+        """Reset environments with the keyword arguments in `requests`; return errors and the non-empty infos."""
 
         def reset_one(slot: int, kwargs: dict[str, Any]) -> dict[str, Any]:
             observation, info = self.begin_episode(slot, **kwargs)
@@ -264,10 +302,14 @@ class Worker:
         errors, infos = self.for_each(requests, reset_one)
         return errors, [(env_index, info) for env_index, info in infos if info]
 
-    def call(
-        self, requests: list[tuple[int, tuple[str, Any, Any]]]
-    ) -> tuple[list[EnvError], list[tuple[int, Any]]]:
-        """Call a method of the environments, or read an attribute; return errors and results."""
+    def await_reset(self, requests: Requests) -> tuple[list[EnvError], Results]:
+        """Under NEXT_STEP, let the next step reset these environments."""
+        for env_index, _ in requests:
+            self.needs_reset[env_index - self.setup.env_indices.start] = True
+        return [], []
+
+    def call(self, requests: Requests) -> tuple[list[EnvError], Results]:
+        """Call a method of environments, or read an attribute."""
 
         def call_one(slot: int, request: tuple[str, Any, Any]) -> Any:
             name, args, kwargs = request
@@ -276,19 +318,17 @@ class Worker:
 
         return self.for_each(requests, call_one)
 
-    def set_attr(
-        self, requests: list[tuple[int, tuple[str, Any]]]
-    ) -> tuple[list[EnvError], list[tuple[int, Any]]]:
-        """Set an attribute of the environments."""
+    def set_attr(self, requests: Requests) -> tuple[list[EnvError], Results]:
+        """Set an attribute of environments."""
         return self.for_each(requests, lambda slot, request: self.envs[slot].set_wrapper_attr(*request))
 
-    def get_state(self, requests: list[tuple[int, None]]) -> tuple[list[EnvError], list[tuple[int, Any]]]:
+    def get_state(self, requests: Requests) -> tuple[list[EnvError], Results]:
         """Return what `set_state` needs to continue as if nothing had happened."""
 
         def get_one(slot: int, _: None) -> dict[str, Any]:
-            owner, wrappers = state_layers(self.envs[slot])
+            env, wrappers = state_layers(self.envs[slot])
             return {
-                "env": owner.get_state(),
+                "env": env.get_state(),
                 "wrappers": [plain_attributes(wrapper) for wrapper in wrappers],
                 "needs_reset": self.needs_reset[slot],
                 "episode_return": self.returns[slot],
@@ -297,14 +337,12 @@ class Worker:
 
         return self.for_each(requests, get_one)
 
-    def set_state(
-        self, requests: list[tuple[int, dict[str, Any]]]
-    ) -> tuple[list[EnvError], list[tuple[int, Any]]]:
+    def set_state(self, requests: Requests) -> tuple[list[EnvError], Results]:
         """Restore what `get_state` returned."""
 
         def set_one(slot: int, state: dict[str, Any]) -> None:
-            owner, wrappers = state_layers(self.envs[slot])
-            owner.set_state(state["env"])
+            env, wrappers = state_layers(self.envs[slot])
+            env.set_state(state["env"])
             for wrapper, attributes in zip(wrappers, state["wrappers"], strict=True):
                 vars(wrapper).update(attributes)
             self.needs_reset[slot] = state["needs_reset"]
@@ -313,39 +351,33 @@ class Worker:
         return self.for_each(requests, set_one)
 
     def for_each(
-        self, requests: list[tuple[int, Any]], action: Callable[[int, Any], Any]
-    ) -> tuple[list[EnvError], list[tuple[int, Any]]]:
-        """Run `action(slot, request)` for each (environment index, request); return errors and (index, result)s."""
-        errors, results = [], []
-        for env_index, request in requests:
+        self, requests: Requests, action: Callable[[int, Any], Any]
+    ) -> tuple[list[EnvError], Results]:
+        """Run `action(slot, arguments)` for each request; return errors and results."""
+        errors: list[EnvError] = []
+        results: Results = []
+        for env_index, arguments in requests:
             self.control[RUNNING] = env_index
             try:
-                results.append((env_index, action(env_index - self.setup.env_indices.start, request)))
+                results.append((env_index, action(env_index - self.setup.env_indices.start, arguments)))
             except BaseException:
                 errors.append(EnvError.current(env_index))
         return errors, results
 
 
-def _can_pickle(value: Any) -> bool:
-    try:
-        reduction.ForkingPickler.dumps(value)
-    except Exception:
-        return False
-    return True
-
-
 def state_layers(env: Env) -> tuple[Any, list[Wrapper]]:
-    """Return the outermost layer of `env` that has both `get_state` and `set_state`, and the wrappers around it.
+    """Return the outermost layer of `env` that has `get_state` and `set_state`, and the wrappers around it.
 
     Raises:
         TypeError: if no layer has both.
     """
-    layer, wrappers = env, []
+    layer: Any = env
+    wrappers: list[Wrapper] = []
     while not (hasattr(type(layer), "get_state") and hasattr(type(layer), "set_state")):
         if not isinstance(layer, Wrapper):
             raise TypeError(
-                f"{env} cannot be saved: {type(layer).__name__} has no pair of methods get_state() and set_state(state); "
-                "give the environment both, or do without exact resume for it."
+                f"{env} cannot be saved, because {type(layer).__name__} lacks get_state() and set_state(state): "
+                "give it both, or train without exact resume."
             )
         wrappers.append(layer)
         layer = layer.env
@@ -353,7 +385,7 @@ def state_layers(env: Env) -> tuple[Any, list[Wrapper]]:
 
 
 def plain_attributes(wrapper: Wrapper) -> dict[str, Any]:
-    """Return the numbers, flags, strings and arrays that a wrapper holds (TimeLimit's step counter, for one)."""
+    """Return the numbers, flags, strings and arrays that a wrapper holds, such as TimeLimit's step counter."""
     plain = (bool, int, float, str, np.generic, np.ndarray, type(None))
     return {
         name: value.item() if isinstance(value, np.generic) else value

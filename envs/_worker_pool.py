@@ -1,0 +1,369 @@
+"""The parent's side of SubprocVecEnv's workers: start, command, wait, report, replace and end them.
+
+Every wait here has a limit and notices a dead worker; every end of a worker has a reason in words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from multiprocessing import connection, reduction, util
+from typing import Any
+
+from gymnasium import Env
+from gymnasium.vector.utils import CloudpickleWrapper, clear_mpi_env_vars
+
+from envs._shared_memory import InfoLayout, SharedBatch, map_tree
+from envs._subproc_worker import (
+    COMMAND,
+    IDLE,
+    MESSAGE,
+    PICKLED,
+    REPLY,
+    RUNNING,
+    STEP,
+    EnvError,
+    Requests,
+    Results,
+    WorkerSetup,
+    worker_main,
+)
+
+LIVENESS_SECONDS = 0.05  # how often a wait looks whether the worker still lives
+TRACE_SECONDS = 0.5  # how long a hung worker is given to write down where it is
+CLOSE_SECONDS = 2.0  # how long environments may take to close before their worker is killed
+MAX_RESTARTS = 3  # of one worker, without a step finished in between
+
+
+class WorkerError(RuntimeError):
+    """A worker died or hung, or an environment in it raised; then it is of that exception's type as well.
+
+    Attributes:
+        worker: the worker that is gone, or None if an environment raised.
+        errors: what the environments raised.
+    """
+
+    worker: Worker | None = None
+    errors: Sequence[EnvError] = ()
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # with KeyError mixed in it would be the repr, on one line
+
+    @classmethod
+    def of_kind(cls, kind: Any, message: str) -> WorkerError:
+        """Return a WorkerError that `except kind` also catches, if `kind` is an exception class and allows that."""
+        if isinstance(kind, type) and issubclass(kind, Exception):
+            with contextlib.suppress(TypeError):  # OSError, for one, lays out its instances in another way
+                return type(kind.__name__, (cls, kind), {"__module__": kind.__module__})(message)
+        return cls(message)
+
+
+class Worker:
+    """One worker as the parent sees it: its process, its pipes and semaphores, and what it still has to answer."""
+
+    process: Any
+    deadline: float
+
+    def __init__(self, index: int, env_indices: range) -> None:
+        self.index = index
+        self.env_indices = env_indices
+        self.started = False
+        self.pending = False
+        self.reply: tuple[list[EnvError], Any] = ([], [])
+        self.info_layout: InfoLayout | None = None
+        self.failures = 0  # since the last step it finished
+
+    def start(self, context: Any, daemon: bool, others: Sequence[Worker], **options: Any) -> None:
+        """Start the process. Its pipes are made just before, so that no worker inherits another one's ends."""
+        self.go, self.done = context.Semaphore(0), context.Semaphore(0)
+        self.pipe, worker_pipe = context.Pipe()
+        self.crash_pipe, worker_crash_pipe = context.Pipe(duplex=False)
+        self.pending, self.reply, self.info_layout = False, ([], []), None
+        method = context.get_start_method()
+        parents_ends = [pipe for worker in (self, *others) for pipe in (worker.pipe, worker.crash_pipe)]
+        setup = WorkerSetup(
+            index=self.index,
+            env_indices=self.env_indices,
+            pipe=worker_pipe,
+            go=self.go,
+            done=self.done,
+            crash_pipe=worker_crash_pipe,
+            creator_is_parent=method == "forkserver" or threading.current_thread() is threading.main_thread(),
+            inherited=parents_ends if method == "fork" else [],
+            **options,
+        )
+        name = f"SubprocVecEnv-worker-{self.index}"
+        self.process = context.Process(target=worker_main, args=(setup,), name=name, daemon=daemon)
+        with clear_mpi_env_vars():
+            self.process.start()
+        worker_pipe.close()
+        worker_crash_pipe.close()
+        self.started = True
+
+    def end(self) -> tuple[int | None, str]:
+        """Kill the process if it still runs, and let go of it; return its exit code and its last words."""
+        if not self.started:
+            return None, ""
+        self.started = False
+        if self.process.is_alive():
+            self.process.kill()
+        self.process.join(CLOSE_SECONDS)
+        exit_code, trace = self.process.exitcode, b""
+        while self.crash_pipe.poll(0) and (chunk := os.read(self.crash_pipe.fileno(), 1 << 16)):
+            trace += chunk
+        self.pipe.close()
+        self.crash_pipe.close()
+        if exit_code is not None:
+            self.process.close()
+        return exit_code, trace.decode(errors="replace")
+
+
+def end_all(workers: Sequence[Worker]) -> None:
+    """Kill all workers that still run."""
+    for worker in workers:
+        worker.end()
+
+
+class WorkerPool:
+    """The workers of one SubprocVecEnv.
+
+    Args:
+        owner: when it is garbage-collected, or this process exits, the workers are killed.
+        env_fns: functions that create the environments, dealt to the workers in equal consecutive shares.
+        options: further fields of WorkerSetup.
+    """
+
+    shared: SharedBatch
+
+    def __init__(
+        self,
+        owner: object,
+        env_fns: Sequence[Callable[[], Env]],
+        num_workers: int,
+        context: str | None,
+        daemon: bool,
+        step_timeout: float | None,
+        **options: Any,
+    ) -> None:
+        bounds = [w * len(env_fns) // num_workers for w in range(num_workers + 1)]
+        self.workers = [Worker(w, range(bounds[w], bounds[w + 1])) for w in range(num_workers)]
+        self.seeds: list[int | None] = [None] * len(env_fns)
+        self.failure: str | None = None  # why nothing but closing is possible any more
+        self.step_timeout = step_timeout
+        self._env_fns = [CloudpickleWrapper(env_fn) for env_fn in env_fns]
+        self._context = multiprocessing.get_context(context)
+        self._daemon = daemon
+        self._options = options
+        # Unlike weakref.finalize and atexit, it does nothing in a process forked from this one, and it runs before
+        # multiprocessing's own exit function, which would wait for the workers.
+        self._end_all = util.Finalize(owner, end_all, (self.workers,), exitpriority=10)
+
+    def start(self) -> list[Any]:
+        """Start all workers; return what each tells of its environments: (spaces, metadata, render mode)."""
+        for worker in self.workers:
+            self._start(worker)
+        return [self._constructed(worker) for worker in self.workers]
+
+    def _start(self, worker: Worker) -> None:
+        others = [other for other in self.workers if other.started and other is not worker]
+        env_fns = [self._env_fns[i] for i in worker.env_indices]
+        worker.start(self._context, self._daemon, others, env_fns=env_fns, **self._options)
+
+    def _constructed(self, worker: Worker) -> Any:
+        errors, description = self._receive(worker, "construction", self._deadline())
+        if errors:
+            raise self._environment_error(errors, "construction")
+        return description
+
+    def attach(self, shared: SharedBatch) -> None:
+        """Share `shared` with all workers."""
+        self.shared = shared
+        self._control = [memoryview(row) for row in shared.control]
+        for worker in self.workers:
+            self._attach(worker)
+
+    def _attach(self, worker: Worker) -> None:
+        self._control[worker.index][RUNNING] = IDLE
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # _receive will report it in full
+            worker.pipe.send(("attach", self.shared.arguments))
+            reduction.send_handle(worker.pipe, self.shared.descriptor, worker.process.pid)
+        self._receive(worker, "start", self._deadline())
+
+    def restart(self, error: WorkerError) -> Worker:
+        """Replace the worker whose loss `error` reports by a new one with new environments, and return it.
+
+        Raises:
+            WorkerError: if the worker was lost more than MAX_RESTARTS times without finishing a step in between.
+        """
+        worker = error.worker
+        assert worker is not None
+        while worker.failures <= MAX_RESTARTS:
+            self.failure = None
+            try:
+                self._start(worker)
+                self._constructed(worker)
+                self._attach(worker)
+                return worker
+            except WorkerError as next_error:
+                if next_error.worker is None:
+                    raise
+                error = next_error
+        self.failure = f"Gave up after {MAX_RESTARTS} restarts without a finished step. {error}"
+        raise WorkerError(self.failure) from error
+
+    # ---- commands and replies ---------------------------------------------------------------------------------
+
+    def step(self, workers: Sequence[Worker]) -> None:
+        """Let workers step their environments with the shared actions."""
+        self._dispatch(workers, STEP)
+
+    def request(self, name: str, requests: Requests, workers: Sequence[Worker] | None = None) -> None:
+        """Let workers run the method `name` on their part of `requests`."""
+        workers = self.workers if workers is None else workers
+        self._dispatch(workers, MESSAGE)
+        by_index = dict(requests)
+        for worker in workers:
+            part = [(i, by_index[i]) for i in worker.env_indices if i in by_index]
+            with contextlib.suppress(
+                BrokenPipeError, ConnectionResetError
+            ):  # collect() will report it in full
+                worker.pipe.send((name, part))
+
+    def _dispatch(self, workers: Sequence[Worker], command: int) -> None:
+        deadline = self._deadline()
+        for worker in workers:
+            self._control[worker.index][COMMAND] = command
+            worker.pending, worker.deadline = True, deadline
+            worker.go.release()
+
+    def collect(self, name: str, workers: Sequence[Worker], timeout: float | None = None) -> Results:
+        """Wait for the workers' replies to `name`; return their results in the order of the environments.
+
+        Raises:
+            multiprocessing.TimeoutError: after `timeout` seconds; then wait again for the rest.
+            WorkerError: if environments raised, or for the first worker found dead or hung; then collect the rest.
+        """
+        patience = math.inf if timeout is None else time.monotonic() + timeout
+        for worker in workers:
+            if worker.pending:
+                self._await(worker, name, patience, timeout)
+        errors = [error for worker in workers for error in worker.reply[0]]
+        if errors:
+            raise self._environment_error(errors, name)
+        return [result for worker in workers for result in worker.reply[1]]
+
+    def _await(self, worker: Worker, name: str, patience: float, timeout: float | None) -> None:
+        while not worker.done.acquire(True, max(0.0, min(LIVENESS_SECONDS, patience - time.monotonic()))):
+            now = time.monotonic()
+            if not worker.process.is_alive() and not worker.done.acquire(False):
+                raise self._lost(worker, name)
+            if now >= worker.deadline:
+                raise self._lost(worker, name, hung=True)
+            if now >= patience:
+                raise multiprocessing.TimeoutError(
+                    f"The call to `{name}_wait` has timed out after {timeout} second(s)."
+                )
+        worker.pending, worker.reply = False, ([], [])
+        if self._control[worker.index][REPLY] == PICKLED:
+            try:
+                worker.reply = worker.pipe.recv()
+            except (EOFError, ConnectionResetError):
+                raise self._lost(worker, name) from None
+        if name == "step":
+            worker.failures = 0
+
+    def _receive(self, worker: Worker, name: str, deadline: float) -> Any:
+        """Return a message that a worker sends without saying so by its semaphore, as it does while it starts."""
+        ready = connection.wait([worker.pipe, worker.process.sentinel], max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise self._lost(worker, name, hung=True)
+        try:
+            return worker.pipe.recv()
+        except (EOFError, ConnectionResetError):
+            raise self._lost(worker, name) from None
+
+    def _deadline(self) -> float:
+        return time.monotonic() + (1e9 if self.step_timeout is None else self.step_timeout)
+
+    # ---- failures ---------------------------------------------------------------------------------------------
+
+    def _environment_error(self, errors: list[EnvError], name: str) -> WorkerError:
+        """Return the report of exceptions in environments."""
+        message = "\n".join(
+            f"{error.name} during {name} in {self._describe(error.env_index)}: {error.message}\n\n{error.trace}"
+            for error in errors
+        )
+        last = errors[-1]
+        module = sys.modules.get("__main__" if last.module == "__mp_main__" else last.module)
+        failure = WorkerError.of_kind(getattr(module, last.name, None), message)
+        failure.errors = errors
+        if name in ("step", "reset"):
+            self.failure = message
+        return failure
+
+    def _lost(self, worker: Worker, name: str, hung: bool = False) -> WorkerError:
+        """Put an end to a worker that died or hung; return the report."""
+        pid = worker.process.pid
+        if hung and hasattr(signal, "SIGUSR1"):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGUSR1)  # makes its faulthandler write down where it is
+            worker.crash_pipe.poll(TRACE_SECONDS)
+            time.sleep(LIVENESS_SECONDS)  # for the rest of the trace
+        exit_code, trace = worker.end()
+        if hung:
+            cause = f"did not answer within step_timeout={self.step_timeout} s and was killed"
+        elif exit_code is not None and exit_code < 0:
+            cause = f"was killed by {signal.Signals(-exit_code).name}"
+            cause += " (as the system does when memory runs out)" if exit_code == -signal.SIGKILL else ""
+        else:
+            cause = f"exited with code {exit_code}"
+        running = self._control[worker.index][RUNNING] if hasattr(self, "_control") else IDLE
+        first, last = worker.env_indices[0], worker.env_indices[-1]
+        where = f"none of its environments {first} to {last} running"
+        if running != IDLE:
+            where = f"in {self._describe(running)}"
+        self.failure = (
+            f"Worker {worker.index} (process {pid}) {cause} during {name}, {where}.\n{trace}".rstrip()
+        )
+        error = WorkerError.of_kind(multiprocessing.TimeoutError if hung else None, self.failure)
+        error.worker = worker
+        worker.pending, worker.reply = False, ([], [])
+        worker.failures += 1
+        return error
+
+    def _describe(self, env_index: int) -> str:
+        text = f"environment {env_index} (seed {self.seeds[env_index]}"
+        if hasattr(self, "shared"):
+            text += f", last action {map_tree(self.shared.actions, lambda array: array[env_index].tolist())}"
+        return text + ")"
+
+    # ---- the end ----------------------------------------------------------------------------------------------
+
+    def close(self, timeout: float | None = None, terminate: bool = False) -> None:
+        """End all workers: let environments close for `timeout` (default 2) seconds, or not at all; then kill."""
+        deadline = time.monotonic() + (CLOSE_SECONDS if timeout is None else timeout)
+        living = [] if terminate else [worker for worker in self.workers if worker.started]
+        for worker in living:
+            if worker.pending:
+                worker.deadline = math.inf
+                with contextlib.suppress(WorkerError, multiprocessing.TimeoutError):
+                    self._await(worker, "close", deadline, timeout)
+            if worker.started and not worker.pending:
+                if hasattr(self, "_control"):
+                    self._control[worker.index][COMMAND] = MESSAGE
+                worker.go.release()
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+                    worker.pipe.send(("close", None))
+        for worker in living:
+            if worker.started and not worker.pending:
+                worker.process.join(max(0.0, deadline - time.monotonic()))
+        self._end_all()
+        if hasattr(self, "shared"):
+            self.shared.close()

@@ -1,0 +1,619 @@
+"""SubprocVecEnv keeps the contract of Gymnasium's vector environments: it does what SyncVectorEnv does, bit for bit."""
+
+from __future__ import annotations
+
+import multiprocessing
+import re
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
+from gymnasium.spaces import Box, Dict, Discrete, Graph, MultiBinary, MultiDiscrete, Sequence, Text, Tuple
+from gymnasium.utils.env_checker import data_equivalence
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from gymnasium.vector.utils import batch_differing_spaces, batch_space, iterate
+
+from envs.subproc_vec_env import SubprocVecEnv, WorkerError
+
+CONTEXTS = ["fork", "forkserver", "spawn"]
+MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
+UNIT = Box(-np.inf, np.inf, (2,), np.float32)
+
+
+class EchoEnv(gym.Env):
+    """Returns each action as the next observation, so that whatever is lost on the way in or out shows."""
+
+    def __init__(self, space: gym.Space) -> None:
+        self.observation_space = self.action_space = space
+        self.actions: list[Any] = []
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict]:
+        super().reset(seed=seed)
+        self.observation_space.seed(0)
+        return self.observation_space.sample(), {} if options is None else {"options": str(options)}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
+        assert action in self.action_space
+        self.actions.append(action)
+        return action, 0.0, False, False, {}
+
+
+class CountEnv(gym.Env):
+    """Observes how many steps it has made; its episodes end after `limit` of them; its reward is the action."""
+
+    observation_space = Discrete(100)
+    action_space = Discrete(100)
+
+    def __init__(self, limit: int = 3) -> None:
+        self.limit = limit
+        self.count = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict]:
+        super().reset(seed=seed)
+        self.count = 0
+        return self.count, {}
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
+        self.count += 1
+        return self.count, float(action), self.count >= self.limit, False, {}
+
+
+class NoiseEnv(gym.Env):
+    """A random walk whose future is its position and its generator: what `get_state` returns."""
+
+    observation_space = UNIT
+    action_space = Box(-1, 1, (2,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.position = self.np_random.normal(size=2).astype(np.float32)
+        return self.position, {}
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.position = self.position + action + self.np_random.normal(size=2).astype(np.float32)
+        over = bool(self.np_random.random() < 0.1)
+        return self.position, float(self.position.sum()), over, False, {}
+
+    def get_state(self) -> dict[str, Any]:
+        return {"generator": self.np_random.bit_generator.state, "position": self.position.copy()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.np_random.bit_generator.state = state["generator"]
+        self.position = state["position"].copy()
+
+
+class InfoEnv(NoiseEnv):
+    """Returns infos of every kind: mostly the same numbers, now and then other keys, types and sizes."""
+
+    def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
+        observation, reward, over, truncated, _ = super().step(action)
+        first, second = float(observation[0]), observation[1]
+        info: dict[str, Any] = {"x": first, "y": second, "n": int(first), "ok": first > 0, "i": np.int32(first)}
+        draw = self.np_random.integers(10)
+        if draw == 0:
+            info = {}
+        elif draw == 1:
+            info["name"] = "rare"
+        elif draw == 2:
+            info = {"x": first, "n": 2**62 + 1, "nested": {"array": np.arange(3) * first}}
+        return observation, reward, over, truncated, info
+
+
+def make(num_envs: int, env: Any, num_workers: int | None = 2, **kwargs: Any) -> SubprocVecEnv:
+    return SubprocVecEnv([env] * num_envs, num_workers, **kwargs)
+
+
+def random_steps(envs: Any, num_steps: int, seed: int = 0) -> list[tuple]:
+    """The returns of `num_steps` steps with random actions; resets by mask under DISABLED."""
+    envs.action_space.seed(seed)
+    returns = []
+    for _ in range(num_steps):
+        returns.append(envs.step(envs.action_space.sample()))
+        ended = returns[-1][2] | returns[-1][3]
+        if envs.metadata["autoreset_mode"] == AutoresetMode.DISABLED and ended.any():
+            returns.append(envs.reset(options={"reset_mask": ended}))
+    return returns
+
+
+def assert_same(first: Any, second: Any) -> None:
+    assert len(first) == len(second)
+    for one, other in zip(first, second, strict=True):
+        assert data_equivalence(one, other, exact=True), f"{one}\n!=\n{other}"
+
+
+# ---- the same as SyncVectorEnv ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize(
+    "env",
+    [partial(gym.make, "CartPole-v1"), NoiseEnv, InfoEnv],
+    ids=["CartPole", "NoiseEnv", "InfoEnv"],
+)
+def test_equals_sync_vector_env_bit_for_bit(env: Any, mode: AutoresetMode) -> None:
+    with_processes, reference = make(5, env, autoreset_mode=mode), SyncVectorEnv([env] * 5, autoreset_mode=mode)
+    assert_same(with_processes.reset(seed=3), reference.reset(seed=3))
+    assert_same(random_steps(with_processes, 150), random_steps(reference, 150))
+    assert_same(with_processes.reset(seed=[1, 2, 3, 4, None]), reference.reset(seed=[1, 2, 3, 4, None]))
+    assert with_processes.np_random_seed == reference.np_random_seed
+    with_processes.close()
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("num_workers", [1, 3, 4])
+def test_results_do_not_depend_on_processes(context: str, num_workers: int) -> None:
+    envs = make(4, InfoEnv, num_workers, context=context, autoreset_mode="SameStep")
+    reference = SyncVectorEnv([InfoEnv] * 4, autoreset_mode="SameStep")
+    assert_same(envs.reset(seed=1), reference.reset(seed=1))
+    assert_same(random_steps(envs, 30), random_steps(reference, 30))
+    envs.close()
+
+
+def test_mujoco_infos_and_time_limits_equal_those_of_sync_vector_env() -> None:
+    env = partial(gym.make, "HalfCheetah-v5", max_episode_steps=7)
+    envs, reference = make(3, env, autoreset_mode="SameStep"), SyncVectorEnv([env] * 3, autoreset_mode="SameStep")
+    assert_same(envs.reset(seed=0), reference.reset(seed=0))
+    ours, theirs = random_steps(envs, 20), random_steps(reference, 20)
+    assert_same(ours, theirs)
+    for (*_, our_infos), (*_, their_infos) in zip(ours, theirs, strict=True):
+        assert {key: value.dtype for key, value in our_infos.items() if isinstance(value, np.ndarray)} == {
+            key: value.dtype for key, value in their_infos.items() if isinstance(value, np.ndarray)
+        }
+    assert sum("final_obs" in infos for *_, infos in ours) == 2
+    envs.close()
+
+
+NUMERIC_SPACES = [
+    Box(-1, 1, (), np.float64),
+    Box(0, 255, (8, 8, 3), np.uint8),
+    Box(-1, 1, (3,), np.float16),
+    Box(np.array([0, 0, 1]), np.array([1, 0, 1]), dtype=np.bool_),
+    Box(np.array([-np.inf, 0]), np.array([np.inf, 10]), dtype=np.int32),
+    Discrete(7),
+    Discrete(5, start=-2),
+    Discrete(n=4, dtype=np.int32, start=1),
+    MultiDiscrete([[2, 3], [3, 2]], start=[[10, 20], [30, 40]]),
+    MultiDiscrete([2, 3], dtype=np.uint16),
+    MultiBinary([2, 3]),
+    Tuple((Discrete(5), Tuple((Box(0, 1, (3,)), Discrete(2))))),
+    Tuple((Discrete(3), Dict(position=Box(0, 1), velocity=Discrete(2)))),
+    Dict(a=Box(0, 1, (3, 3)), b=Dict(c=Box(-100, 100, (2,)), d=MultiBinary(4)), e=Discrete(4)),
+]
+
+
+@pytest.mark.parametrize("space", NUMERIC_SPACES, ids=str)
+def test_actions_and_observations_of_every_numeric_space_arrive_unchanged(space: gym.Space) -> None:
+    envs = make(3, partial(EchoEnv, space))
+    assert envs.observation_space == envs.action_space == batch_space(space, 3)
+    observations, _ = envs.reset()
+    assert observations in envs.observation_space
+    for _ in range(3):
+        actions = envs.action_space.sample()
+        observations, *_ = envs.step(actions)
+        assert data_equivalence(observations, actions, exact=True)
+    received = envs.get_attr("actions")
+    for env_index, last in enumerate(iterate(envs.action_space, actions)):
+        assert data_equivalence(received[env_index][-1], last)
+        # an environment may keep its actions: later ones must not have overwritten the first
+        assert len(received[env_index]) == 3
+    envs.close()
+
+
+def test_an_environment_that_keeps_its_actions_keeps_them_unchanged() -> None:
+    envs = make(2, partial(EchoEnv, Box(-1, 1, (2,))))
+    envs.reset()
+    sent = [np.full((2, 2), value, np.float32) for value in (0.1, 0.2, 0.3)]
+    for actions in sent:
+        envs.step(actions)
+    for received in envs.get_attr("actions"):
+        assert [action.tolist() for action in received] == [actions[0].tolist() for actions in sent]
+    envs.close()
+
+
+class NamelessSpace(gym.Space):
+    """Not one of Gymnasium's."""
+
+
+@pytest.mark.parametrize(
+    ("space", "error"),
+    [
+        (Text(5), TypeError),
+        (Sequence(Discrete(3)), TypeError),
+        (Dict(a=Discrete(2), b=Graph(Box(-1, 1), None)), TypeError),
+        (NamelessSpace(), ValueError),
+    ],
+    ids=str,
+)
+def test_other_spaces_are_refused_in_a_sentence(space: gym.Space, error: type[Exception]) -> None:
+    with pytest.raises(error, match="observation space .*wrap the environment so that its observations are numeric"):
+        make(2, partial(EchoEnv, space))
+
+
+# ---- autoreset --------------------------------------------------------------------------------------------------
+
+
+def test_next_step_mode_resets_in_the_step_after_the_end() -> None:
+    envs = SubprocVecEnv([partial(CountEnv, limit) for limit in (2, 3, 3)], 2)
+    assert envs.metadata["autoreset_mode"] == AutoresetMode.NEXT_STEP
+    assert envs.reset()[0].tolist() == [0, 0, 0]
+    history = [envs.step([1, 2, 3]) for _ in range(4)]
+    assert [step[0].tolist() for step in history] == [[1, 1, 1], [2, 2, 2], [0, 3, 3], [1, 0, 0]]
+    assert [step[1].tolist() for step in history] == [[1, 2, 3], [1, 2, 3], [0, 2, 3], [1, 0, 0]]
+    assert [step[2].tolist() for step in history] == [[0, 0, 0], [1, 0, 0], [0, 1, 1], [0, 0, 0]]
+    assert all(step[4] == {} for step in history)
+    envs.close()
+
+
+def test_same_step_mode_returns_the_first_observation_and_keeps_the_final_one() -> None:
+    envs = SubprocVecEnv([partial(CountEnv, limit) for limit in (2, 3, 3)], 2, autoreset_mode="SameStep")
+    assert envs.metadata["autoreset_mode"] == AutoresetMode.SAME_STEP
+    assert "autoreset_mode" not in CountEnv.metadata
+    envs.reset()
+    envs.step([1, 2, 3])
+    observations, rewards, terminations, _, infos = envs.step([1, 2, 3])
+    assert observations.tolist() == [0, 2, 2]
+    assert rewards.tolist() == [1, 2, 3]
+    assert terminations.tolist() == [True, False, False]
+    assert infos["final_obs"].dtype == object
+    assert infos["final_obs"].tolist() == [2, None, None]
+    assert infos["_final_obs"].tolist() == [True, False, False]
+    assert infos["final_info"] == {}
+    assert infos["_final_info"].tolist() == [True, False, False]
+    envs.close()
+
+
+def test_disabled_mode_leaves_resetting_to_the_mask() -> None:
+    envs = make(3, partial(CountEnv, 2), autoreset_mode=AutoresetMode.DISABLED)
+    envs.reset(options={"reset_mask": np.array([True, True, True])})
+    envs.step([0, 0, 0])
+    observations, _, terminations, _, _ = envs.step([0, 0, 0])
+    assert terminations.all()
+    options = {"reset_mask": np.array([True, False, True])}
+    observations, infos = envs.reset(options=options)
+    assert observations.tolist() == [0, 2, 0]
+    assert infos == {}
+    assert "reset_mask" in options  # the caller's dict is the caller's
+    envs.close()
+
+
+@pytest.mark.parametrize(
+    ("mask", "error"),
+    [
+        (np.array([True]), ValueError),
+        (np.array([[True, True, True]]), ValueError),
+        (np.array([False, False, False]), ValueError),
+        (np.array([1, 1, 0]), TypeError),
+        ([True, True, False], TypeError),
+    ],
+)
+def test_bad_reset_masks_are_refused(mask: Any, error: type[Exception]) -> None:
+    envs = make(3, CountEnv, autoreset_mode="Disabled")
+    with pytest.raises(error, match="reset_mask"):
+        envs.reset(options={"reset_mask": mask})
+    envs.reset()
+    envs.close()
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+def test_episode_statistics_are_the_sums_of_what_was_returned(mode: AutoresetMode) -> None:
+    envs = make(4, NoiseEnv, autoreset_mode=mode, episode_statistics=True)
+    envs.reset(seed=0)
+    returns, lengths, episodes = np.zeros(4), np.zeros(4, int), 0
+    previously_ended = np.zeros(4, bool)
+    for _ in range(100):
+        _, rewards, terminations, _, infos = envs.step(np.zeros((4, 2), np.float32))
+        stepped = ~previously_ended if mode == AutoresetMode.NEXT_STEP else np.ones(4, bool)
+        returns, lengths = returns + rewards, lengths + stepped
+        last_infos = infos.get("final_info", {}) if mode == AutoresetMode.SAME_STEP else infos
+        assert last_infos.get("_episode", np.zeros(4, bool)).tolist() == terminations.tolist()
+        for n in np.flatnonzero(terminations):
+            assert last_infos["episode"]["r"][n] == pytest.approx(returns[n], rel=1e-12)
+            assert last_infos["episode"]["l"][n] == lengths[n]
+            returns[n], lengths[n], episodes = 0.0, 0, episodes + 1
+        if mode == AutoresetMode.DISABLED and terminations.any():
+            envs.reset(options={"reset_mask": terminations})
+        previously_ended = terminations
+    assert episodes > 20
+    envs.close()
+
+
+def test_episode_statistics_of_the_environment_itself_are_kept() -> None:
+    env = lambda: gym.wrappers.RecordEpisodeStatistics(CountEnv(2))  # noqa: E731
+    envs = make(2, env, autoreset_mode="SameStep", episode_statistics=True)
+    envs.reset()
+    envs.step([1, 2])
+    *_, infos = envs.step([1, 2])
+    assert infos["final_info"]["episode"]["r"].tolist() == [2, 4]
+    assert "t" in infos["final_info"]["episode"]
+    envs.close()
+
+
+# ---- arguments --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("num_envs", "num_workers"), [(1, 1), (5, 2), (7, 3), (4, 9)])
+def test_environments_are_dealt_evenly_and_in_order(num_envs: int, num_workers: int) -> None:
+    envs = SubprocVecEnv([partial(CountEnv, limit) for limit in range(1, num_envs + 1)], num_workers)
+    assert envs.num_workers == min(num_envs, num_workers)
+    assert envs.get_attr("limit") == tuple(range(1, num_envs + 1))
+    sizes = [len(worker.env_indices) for worker in envs._pool.workers]
+    assert sum(sizes) == num_envs
+    assert max(sizes) - min(sizes) <= 1
+    envs.close()
+
+
+def test_bad_arguments_are_refused_before_any_process_starts() -> None:
+    for kwargs, text in [
+        ({"num_workers": 0}, "`num_workers` must be a positive or None, got 0"),
+        ({"num_workers": 1.5}, "`num_workers` must be an integer or None"),
+        ({"max_concurrency": -1}, "`max_concurrency` must be a positive or None, got -1"),
+        ({"max_concurrency": "2"}, "`max_concurrency` must be an integer or None, got"),
+        ({"on_worker_failure": "ignore"}, "'raise' or 'restart', got 'ignore'"),
+        ({"step_timeout": 0.0}, "`step_timeout` must be a positive number of seconds or None, got 0.0"),
+        ({"worker": print}, "takes no custom `worker`"),
+        ({"autoreset_mode": "Sometimes"}, "Sometimes"),
+        ({"context": "thread"}, "thread"),
+    ]:
+        with pytest.raises(ValueError, match=re.escape(text)):
+            SubprocVecEnv([CountEnv], **kwargs)
+    with pytest.raises(ValueError, match="at least one environment"):
+        SubprocVecEnv([])
+    assert not [child for child in multiprocessing.active_children() if child.name.startswith("SubprocVecEnv")]
+
+
+def test_max_concurrency_limits_the_number_of_workers() -> None:
+    envs = make(4, CountEnv, num_workers=3, max_concurrency=1)
+    assert envs.num_workers == 1
+    envs.close()
+
+
+def test_observation_modes() -> None:
+    spaces = [Box(0, high, (2,)) for high in (1, 2, 3)]
+    env_fns = [partial(ObserveEnv, space) for space in spaces]
+    with pytest.raises(RuntimeError, match="environment 1 has .*use `observation_mode='different'` instead"):
+        SubprocVecEnv(env_fns)
+    with pytest.raises(ValueError, match="Invalid `observation_mode`, expected: 'same' or 'different'"):
+        SubprocVecEnv(env_fns, observation_mode="other")
+    for mode in ("different", (batch_differing_spaces(spaces), spaces[0])):
+        envs = SubprocVecEnv(env_fns, 2, observation_mode=mode)
+        assert envs.observation_space == batch_differing_spaces(spaces)
+        assert envs.single_observation_space == spaces[0]
+        assert envs.reset()[0] in envs.observation_space
+        envs.close()
+    for mode in ("different", (Box(0, 4, (2, 5)), Box(0, 4, (5,)))):
+        with pytest.raises(RuntimeError, match="the same shape and dtype, but environment 1 has"):
+            SubprocVecEnv([partial(ObserveEnv, Box(0, 4, (size,))) for size in (5, 6)], observation_mode=mode)
+    with pytest.raises(RuntimeError, match="same action space, but that of environment 1"):
+        SubprocVecEnv([partial(EchoEnv, Discrete(2)), partial(EchoEnv, Discrete(3))], observation_mode="different")
+
+
+class ObserveEnv(CountEnv):
+    """Observes samples of any space."""
+
+    def __init__(self, space: gym.Space) -> None:
+        super().__init__()
+        self.observation_space = space
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict]:
+        super().reset(**kwargs)
+        return self.observation_space.sample(), {}
+
+
+def test_actions_of_a_wrong_shape_are_refused_and_do_no_harm() -> None:
+    envs = make(3, NoiseEnv)
+    envs.reset(seed=0)
+    with pytest.raises(ValueError, match=re.escape("expected an array of shape (3, 2), got one of shape (2,)")):
+        envs.step(np.zeros(2))
+    assert envs.step(np.zeros((3, 2)))[0].shape == (3, 2)
+    with pytest.raises(ValueError, match="length must match num_envs=3 but got length=2"):
+        envs.reset(seed=[1, 2])
+    with pytest.raises(ValueError, match="Got `2` values for 3 environments"):
+        envs.set_attr("position", [1, 2])
+    envs.close()
+
+
+def test_an_observation_of_a_wrong_shape_is_an_error_rather_than_broadcast() -> None:
+    envs = make(2, WrongShapeEnv)
+    with pytest.warns(UserWarning, match="Worker-"), pytest.raises(ValueError, match=r"shape \(2,\), got .*\(1,\)"):
+        envs.reset()
+    envs.close()
+
+
+class WrongShapeEnv(NoiseEnv):
+    """Promises two numbers and returns one."""
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
+        return super().reset(**kwargs)[0][:1], {}
+
+
+# ---- calls ------------------------------------------------------------------------------------------------------
+
+
+def test_calls_attributes_and_rendering() -> None:
+    envs = make(3, lambda: gym.wrappers.TimeLimit(PaintEnv(), 10))
+    assert envs.render_mode == "rgb_array"
+    envs.reset(seed=5)
+    frames = envs.render()
+    assert isinstance(frames, tuple)
+    assert [frame.shape for frame in frames] == [(4, 4, 3)] * 3
+    assert envs.get_attr("gravity") == (9.8, 9.8, 9.8)
+    envs.set_attr("gravity", [9.81, 3.72, 1.62])
+    assert envs.get_attr("gravity") == (9.81, 3.72, 1.62)
+    envs.set_attr("gravity", 0.5)
+    assert envs.call("gravity") == (0.5, 0.5, 0.5)
+    assert envs.np_random_seed == (5, 6, 7)
+    assert [type(generator) for generator in envs.np_random] == [np.random.Generator] * 3
+    with pytest.raises(AttributeError, match="no_such_thing"):
+        envs.get_attr("no_such_thing")
+    with pytest.raises(ValueError, match="use `step` directly"):
+        envs.call("step", 0)
+    envs.step([0, 0, 0])  # a mistaken call does no harm
+    envs.close()
+
+
+def test_calls_out_of_order_are_refused() -> None:
+    envs = make(2, CountEnv)
+    with pytest.raises(NoAsyncCallError, match="Calling `reset_wait` without any prior call to `reset_async`"):
+        envs.reset_wait()
+    envs.reset()
+    with pytest.raises(NoAsyncCallError, match="Calling `step_wait` without any prior call to `step_async`"):
+        envs.step_wait()
+    envs.step_async([0, 0])
+    for method, arguments in [("reset_async", ()), ("step_async", ([0, 0],)), ("call_async", ("limit",))]:
+        message = f"Calling `{method}` while waiting for a pending call to `step` to complete"
+        with pytest.raises(AlreadyPendingCallError, match=message):
+            getattr(envs, method)(*arguments)
+    with pytest.raises(AlreadyPendingCallError):
+        envs.set_attr("limit", 3)
+    assert envs.step_wait()[0].tolist() == [1, 1]
+    envs.step_async([0, 0])
+    with pytest.warns(UserWarning, match="Calling `close` while waiting for a pending call to `step` to complete"):
+        envs.close()
+    for method in (envs.reset, partial(envs.step, [0, 0]), envs.step_wait, envs.render, envs.get_state):
+        with pytest.raises(ClosedEnvironmentError):
+            method()
+    envs.close()
+
+
+class PaintEnv(CountEnv):
+    """Renders its gravity."""
+
+    metadata = {"render_modes": ["rgb_array"]}
+    render_mode = "rgb_array"
+    gravity = 9.8
+
+    def render(self) -> np.ndarray:
+        return np.full((4, 4, 3), self.gravity)
+
+
+class SlowEnv(CountEnv):
+    """Takes its time for a step."""
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
+        time.sleep(0.3)
+        return super().step(action)
+
+
+def test_a_step_that_timed_out_stays_pending_and_can_be_waited_for_again() -> None:
+    envs = make(3, SlowEnv)
+    envs.reset()
+    envs.step_async([1, 2, 3])
+    with pytest.raises(multiprocessing.TimeoutError, match=r"timed out after 0.1 second"):
+        envs.step_wait(timeout=0.1)
+    observations, rewards, *_ = envs.step_wait(timeout=5)
+    assert observations.tolist() == [1, 1, 1]
+    assert rewards.tolist() == [1, 2, 3]
+    envs.close(terminate=True)
+
+
+def test_copies_are_the_callers_and_views_are_shared() -> None:
+    action = np.zeros((2, 2), np.float32)
+    copying, viewing = make(2, NoiseEnv), make(2, NoiseEnv, copy=False)
+    copying.reset()
+    viewing.reset()
+    first, second = copying.step(action), copying.step(action)
+    assert not any(np.shares_memory(one, other) for one, other in zip(first[:4], second[:4], strict=True))
+    first, second = viewing.step(action), viewing.step(action)
+    assert all(one is other for one, other in zip(first[:4], second[:4], strict=True))
+    copying.close()
+    viewing.close()
+    assert np.isfinite(first[0]).all()  # the memory outlives the environments as long as someone looks at it
+
+
+def test_large_messages_pass_in_both_directions() -> None:
+    envs = make(4, partial(EchoEnv, Box(-1, 1, (2,))))
+    big = np.random.default_rng(0).normal(size=400_000)
+    envs.set_attr("big", [big + n for n in range(4)])
+    assert all(np.array_equal(value, big + n) for n, value in enumerate(envs.get_attr("big")))
+    envs.close()
+
+
+# ---- states -----------------------------------------------------------------------------------------------------
+
+
+def limited_noise() -> gym.Env:
+    return gym.wrappers.TimeLimit(NoiseEnv(), 7)
+
+
+@pytest.mark.parametrize("mode", MODES[:2], ids=lambda mode: mode.name)
+def test_a_restored_state_continues_bit_for_bit_with_another_number_of_workers(mode: AutoresetMode) -> None:
+    env = limited_noise
+    first = make(5, env, 2, autoreset_mode=mode, episode_statistics=True)
+    first.reset(seed=1)
+    random_steps(first, 10)
+    state = first.get_state()
+    assert_plain(state)
+    expected = random_steps(first, 40, seed=9)
+    second = make(5, env, 3, autoreset_mode=mode, episode_statistics=True)
+    second.set_state(state)
+    assert_same(random_steps(second, 40, seed=9), expected)
+    first.set_state(state)  # and again where it came from
+    assert_same(random_steps(first, 40, seed=9), expected)
+    assert any(step[3].any() for step in expected)  # TimeLimit's counter was in it
+    with pytest.raises(ValueError, match="This state is of 5 environments, but here are 2"):
+        small = make(2, env)
+        try:
+            small.set_state(state)
+        finally:
+            small.close()
+    first.close()
+    second.close()
+
+
+def assert_plain(state: Any) -> None:
+    """What `torch.load(weights_only=True)` and JSON-minded readers accept."""
+    if isinstance(state, dict):
+        assert all(isinstance(key, str) for key in state)
+        for value in state.values():
+            assert_plain(value)
+    elif isinstance(state, list):
+        for value in state:
+            assert_plain(value)
+    else:
+        assert state is None or type(state) in (int, float, bool, str, np.ndarray), type(state)
+
+
+def test_an_environment_without_a_state_is_named() -> None:
+    envs = make(2, partial(gym.make, "CartPole-v1"))
+    envs.reset()
+    with pytest.raises(TypeError, match=r"CartPoleEnv lacks get_state\(\) and set_state\(state\)") as caught:
+        envs.get_state()
+    assert isinstance(caught.value, WorkerError)
+    envs.step([0, 1])
+    envs.close()
+
+
+# ---- the footprint ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_workers_do_not_import_torch(context: str, tmp_path: Path) -> None:
+    script = tmp_path / "main.py"
+    script.write_text(
+        "import sys\n"
+        "from tests.test_subproc_vec_env import ModulesEnv\n"
+        "from envs.subproc_vec_env import SubprocVecEnv\n"
+        "if __name__ == '__main__':\n"
+        f"    envs = SubprocVecEnv([ModulesEnv] * 2, 2, context='{context}')\n"
+        "    print('torch' in sys.modules, *envs.call('has_torch'))\n"
+        "    envs.close()\n"
+    )
+    root = Path(__file__).parent.parent
+    done = subprocess.run(
+        [sys.executable, script], cwd=root, env={"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.split() == ["False"] * 3, done.stderr
+
+
+class ModulesEnv(CountEnv):
+    """Tells what its process has imported."""
+
+    def has_torch(self) -> bool:
+        return "torch" in sys.modules
