@@ -2,7 +2,8 @@
 
 stable-retro is not imported, only found: its core is called through libretro's C interface, in which the core
 calls the frontend back for the controller's buttons and hands it each frame. The numbers below are those of
-libretro.h. See `envs/nes_core.py` for what a core does.
+libretro.h. See `envs/nes_core.py` for what a core does. A restored console repeats RAM and pictures bit for bit; the
+one thing that may differ is the noise generator's phase, which can only be heard.
 """
 
 import ctypes
@@ -116,12 +117,8 @@ class _FceummLibrary:
 
     def load(self, state: np.ndarray) -> None:
         state = np.ascontiguousarray(state, np.uint8)
-        if state.size != self.state_size or not self._library.retro_unserialize(
-            state.ctypes.data, state.size
-        ):
-            raise ValueError(
-                f"no FCEUmm state: it has {state.size} bytes, this FCEUmm writes {self.state_size}"
-            )
+        if state.size != self.state_size or not self._library.retro_unserialize(state.ctypes.data, state.size):
+            raise ValueError(f"no FCEUmm state: it has {state.size} bytes, this FCEUmm writes {self.state_size}")
 
     def picture(self, table: np.ndarray) -> np.ndarray:
         """Return the last frame, (240, 256), with every colour replaced by its entry in `table`."""

@@ -75,9 +75,7 @@ class MarioGame:
             core.poke(_PRELEVEL_TIMER, 0)
             if _number(core.ram[_CLOCK]) > 0 and core.ram[_PLAYER_STATE] == _UNDER_CONTROL:
                 return
-        raise RuntimeError(
-            f"stage {stage} does not start on backend {self.backend} in {2 * _MAX_BUSY_FRAMES} frames"
-        )
+        raise RuntimeError(f"stage {stage} does not start on backend {self.backend} in {2 * _MAX_BUSY_FRAMES} frames")
 
     def frame(self, buttons: int) -> tuple[bool, bool]:
         """Play one frame, and those after it in which the game ignores the controller.
@@ -177,9 +175,7 @@ class MarioGame:
             )
         self.core.load(state["core"])
         self.best_x = dict(state["best_x"])
-        self.stage, self.level, self.x, self.clock = (
-            state[name] for name in ("stage", "level", "x", "clock")
-        )
+        self.stage, self.level, self.x, self.clock = (state[name] for name in ("stage", "level", "x", "clock"))
 
     def _read_level(self) -> int:
         ram = self.core.ram
