@@ -1,0 +1,156 @@
+"""Running normalisation of observations and rewards, as vector wrappers whose state can be saved.
+
+Details 4-7 of the "37 implementation details" (continuous actions): observations are centred and scaled by
+their running mean and standard deviation and clipped; rewards are divided by the running standard deviation of
+the discounted return and clipped. Unlike Gymnasium's wrappers of the same names, these normalise the final
+observation of an episode as well, hand over the untouched reward, can be frozen for evaluation, and offer
+their statistics to a checkpoint.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from gymnasium.vector import VectorEnv, VectorWrapper
+
+
+class RunningMeanStd:
+    """Mean and variance of a stream of batches, merged by Chan et al.'s parallel formula (1979)."""
+
+    def __init__(self, shape: tuple[int, ...] = ()) -> None:
+        self.mean = np.zeros(shape)
+        self.var = np.ones(shape)
+        self.count = 1e-4  # a breath of the prior (mean 0, variance 1) keeps the first batch well defined
+
+    def update(self, batch: np.ndarray) -> None:
+        """Absorb `batch` (batch_size, *shape)."""
+        size = batch.shape[0]
+        batch_mean = np.add.reduce(batch, 0) / size
+        centred = batch - batch_mean
+        self.merge(batch_mean, np.add.reduce(centred * centred, 0) / size, size)
+
+    def merge(self, mean: np.ndarray, var: np.ndarray, count: float) -> None:
+        """Absorb another stream of which only mean, variance (each `shape`) and length are known."""
+        total = self.count + count
+        delta = mean - self.mean
+        self.mean = self.mean + delta * (count / total)
+        self.var = (self.var * self.count + var * count + delta * delta * (self.count * count / total)) / total
+        self.count = total
+
+    def get_state(self) -> dict[str, Any]:
+        return {"mean": self.mean.copy(), "var": self.var.copy(), "count": self.count}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.mean, self.var = np.array(state["mean"]), np.array(state["var"])
+        self.count = float(state["count"])
+
+
+class _SaveableWrapper(VectorWrapper):
+    """A vector wrapper that can be frozen and passes state requests through to what it wraps."""
+
+    def __init__(self, env: VectorEnv, training: bool) -> None:
+        super().__init__(env)
+        self.training = training
+
+    def own_state(self) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def set_own_state(self, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+    def get_state(self) -> dict[str, Any]:
+        """This wrapper's statistics under "own", the wrapped environments' state under "env"."""
+        return {"own": self.own_state(), "env": self.env.get_state()}  # type: ignore[attr-defined]
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.set_own_state(state["own"])
+        self.env.set_state(state["env"])  # type: ignore[attr-defined]
+
+
+class NormalizeObservation(_SaveableWrapper):
+    """Observations become float32 (x - mean) / sqrt(var + epsilon), clipped to [-clip, clip].
+
+    With `training=False` the statistics stand still; evaluation copies them with `set_own_state`. The final
+    observation of an ended episode (`infos["final_obs"]`) is normalised too but not counted: the learner sees
+    it only through the critic's bootstrap, so it must be on the critic's scale.
+    """
+
+    def __init__(self, env: VectorEnv, training: bool = True, clip: float = 10.0, epsilon: float = 1e-8) -> None:
+        super().__init__(env, training)
+        self.clip, self.epsilon = clip, epsilon
+        shape = env.single_observation_space.shape
+        if not isinstance(env.single_observation_space, spaces.Box) or shape is None:
+            raise TypeError(f"NormalizeObservation needs Box observations, not {env.single_observation_space}.")
+        self.single_observation_space = spaces.Box(-clip, clip, shape, np.float32)
+        self.observation_space = spaces.Box(-clip, clip, (self.num_envs, *shape), np.float32)
+        self.statistics = RunningMeanStd(shape)
+
+    def normalize(self, obs: np.ndarray) -> np.ndarray:
+        """(..., *shape) -> float32 (..., *shape) with the statistics as they stand."""
+        scaled = (obs - self.statistics.mean) / np.sqrt(self.statistics.var + self.epsilon)
+        return np.minimum(np.maximum(scaled, -self.clip), self.clip).astype(np.float32)
+
+    def reset(self, *, seed=None, options=None):
+        obs, infos = self.env.reset(seed=seed, options=options)
+        if self.training:
+            self.statistics.update(obs)
+        return self.normalize(obs), infos
+
+    def step(self, actions):
+        obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        if self.training:
+            self.statistics.update(obs)
+        if "final_obs" in infos:
+            final_obs = infos["final_obs"].copy()
+            for n in np.flatnonzero(infos["_final_obs"]):
+                final_obs[n] = self.normalize(final_obs[n])
+            infos["final_obs"] = final_obs
+        return self.normalize(obs), rewards, terminations, truncations, infos
+
+    def own_state(self) -> dict[str, Any]:
+        return self.statistics.get_state()
+
+    def set_own_state(self, state: dict[str, Any]) -> None:
+        self.statistics.set_state(state)
+
+
+class NormalizeReward(_SaveableWrapper):
+    """Rewards become r / sqrt(var(discounted return) + epsilon), clipped to [-clip, clip].
+
+    The discounted return of each environment restarts at either end of an episode. `gamma` must be the gamma
+    of training, or the scale is that of another problem. The untouched rewards stay in `infos["raw_reward"]`,
+    (num_envs,), so that what is reported is always the task's own reward.
+    """
+
+    def __init__(
+        self, env: VectorEnv, gamma: float, training: bool = True, clip: float = 10.0, epsilon: float = 1e-8
+    ) -> None:
+        super().__init__(env, training)
+        self.gamma, self.clip, self.epsilon = gamma, clip, epsilon
+        self.returns = np.zeros(self.num_envs)
+        self.statistics = RunningMeanStd()
+
+    def step(self, actions):
+        obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        self.returns = self.returns * self.gamma + rewards
+        if self.training:
+            self.statistics.update(self.returns)
+        self.returns[terminations | truncations] = 0.0
+        infos["raw_reward"] = rewards
+        scaled = rewards / np.sqrt(self.statistics.var + self.epsilon)
+        return (
+            obs,
+            np.minimum(np.maximum(scaled, -self.clip), self.clip),
+            terminations,
+            truncations,
+            infos,
+        )
+
+    def own_state(self) -> dict[str, Any]:
+        return {"returns": self.returns.copy(), **self.statistics.get_state()}
+
+    def set_own_state(self, state: dict[str, Any]) -> None:
+        self.returns = np.array(state["returns"])
+        self.statistics.set_state(state)
