@@ -41,7 +41,7 @@ def sync(env_id: str, num_envs: int, mode: AutoresetMode, **kwargs: Any) -> Sync
 
 
 def assert_identical(actual: Any, expected: Any, where: str) -> None:
-    """Same keys, dtypes, shapes and values (NaN equals NaN; -0.0 equals 0.0), through nested infos."""
+    """Same keys, dtypes, shapes and bits (signs of zeros too; any NaN equals any), through nested infos."""
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys(), where
         for key, value in expected.items():
@@ -55,6 +55,7 @@ def assert_identical(actual: Any, expected: Any, where: str) -> None:
     else:
         assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape), where
         np.testing.assert_array_equal(actual, expected, err_msg=where)
+        assert actual.dtype.kind != "f" or (np.signbit(actual) == np.signbit(expected))[expected == 0].all(), where
 
 
 def random_actions(rng: np.random.Generator, envs: gym.vector.VectorEnv, step: int) -> np.ndarray:
