@@ -195,7 +195,9 @@ class CybORGEnv(gym.Env):
         return render_ansi(self._seen) if self.render_mode == "ansi" else render_rgb(self._seen)
 
 
-def make_cyborg_vec_env(num_envs: int, num_workers: int | None = None, **settings: Any) -> SubprocVecEnv:
+def make_cyborg_vec_env(
+    num_envs: int, num_workers: int | None = None, context: str | None = None, **settings: Any
+) -> SubprocVecEnv:
     """`num_envs` CybORGEnvs with these settings, in processes; SAME_STEP autoreset like `Cage2VecEnv`."""
     env_fns = [partial(CybORGEnv, **{"state_in_info": False, **settings})] * num_envs
-    return SubprocVecEnv(env_fns, num_workers=num_workers, autoreset_mode=AutoresetMode.SAME_STEP)
+    return SubprocVecEnv(env_fns, num_workers=num_workers, context=context, autoreset_mode=AutoresetMode.SAME_STEP)

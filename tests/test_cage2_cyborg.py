@@ -1,0 +1,226 @@
+"""The adapter to the real CybORG, against a small stand-in with CybORG's interface (SPEC 0, 2, 3, 10, 14).
+
+The stand-in plays by our own rules and has nothing of its own but the old gym interface: `reset()` returns observations
+only, `step(a)` four values, observations are int64, `done` stays False, and Python's global `random` is the only seed.
+"""
+
+import random
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium.error import DependencyNotInstalled, ResetNeeded
+from gymnasium.utils.env_checker import check_env
+
+from envs.cage2 import HOSTS, Cage2Env
+from envs.cage2.cyborg import CybORGEnv, make_cyborg_vec_env
+
+SCENARIO_CALLS: list[tuple[str, str, dict[str, str]]] = []
+
+
+class HeadSession(SimpleNamespace):
+    """A red session of the HEAD version."""
+
+    def clearports(self) -> None:
+        """Only here to be found."""
+
+
+class LeaderboardSession(SimpleNamespace):
+    """A red session of the leaderboard version."""
+
+
+class FakeCybORG:
+    session_class: type = HeadSession
+
+    def __init__(self, path: str, mode: str, agents: dict[str, type]) -> None:
+        SCENARIO_CALLS.append((path, mode, {side: agent.__name__ for side, agent in agents.items()}))
+        names = {"B_lineAgent": "b_line", "RedMeanderAgent": "meander", "SleepAgent": "sleep"}
+        self.game = Cage2Env(names[agents["Red"].__name__], green="Green" in agents)
+        state = SimpleNamespace(sessions={"Red": {}})
+        self.environment_controller = SimpleNamespace(state=state)
+
+    def write_sessions(self, info: dict[str, Any]) -> None:
+        """Red's session table as CybORG keeps it: by number, session 0 being the foothold."""
+        table = {0: self.session_class(host="User0", username="SYSTEM")}
+        for host, classes in enumerate(info["red_sessions"].tolist()):
+            users = ["user"] * (classes[0] + classes[1]) + ["root"] * (classes[2] - (HOSTS[host] == "User0"))
+            for username in users:
+                table[len(table)] = SimpleNamespace(host=HOSTS[host], username=username)
+        self.environment_controller.state.sessions["Red"] = table
+
+
+class FakeChallengeWrapper:
+    num_actions = 145
+
+    def __init__(self, agent_name: str, env: FakeCybORG) -> None:
+        assert agent_name == "Blue"
+        self.cyborg = env
+        self.action_space = SimpleNamespace(n=self.num_actions)
+
+    def reset(self) -> np.ndarray:
+        obs, info = self.cyborg.game.reset(seed=random.getrandbits(32))
+        self.cyborg.write_sessions(info)
+        return obs.astype(np.int64)
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, dict[str, Any]]:
+        assert type(action) is int
+        obs, reward, _, _, info = self.cyborg.game.step(action)
+        self.cyborg.write_sessions(info)
+        return obs.astype(np.int64), reward, False, {}
+
+
+@pytest.fixture
+def cyborg_installed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Put a package CybORG with the import paths of the real one in place."""
+
+    def module(name: str, **members: Any) -> ModuleType:
+        created = ModuleType(name)
+        created.__dict__.update(members)
+        monkeypatch.setitem(sys.modules, name, created)
+        return created
+
+    SCENARIO_CALLS.clear()
+    agents = {name: type(name, (), {}) for name in ("B_lineAgent", "SleepAgent")}
+    package = module("CybORG", CybORG=FakeCybORG, __file__="/opt/cage/CybORG/__init__.py")
+    module("CybORG.Agents", **agents)
+    module("CybORG.Agents.SimpleAgents")
+    module("CybORG.Agents.SimpleAgents.GreenAgent", GreenAgent=type("GreenAgent", (), {}))
+    module("CybORG.Agents.SimpleAgents.Meander", RedMeanderAgent=type("RedMeanderAgent", (), {}))
+    module("CybORG.Agents.Wrappers")
+    module("CybORG.Agents.Wrappers.ChallengeWrapper", ChallengeWrapper=FakeChallengeWrapper)
+    return package
+
+
+def test_without_cyborg_one_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "CybORG", None)
+    with pytest.raises(DependencyNotInstalled, match=r"pip install --no-deps -e cage-challenge-2/CybORG") as error:
+        CybORGEnv()
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("cyborg_installed")
+def test_it_is_a_gymnasium_environment_with_the_spaces_of_cage2env() -> None:
+    env, ours = CybORGEnv("b_line", render_mode="ansi"), Cage2Env("b_line")
+    check_env(env, skip_render_check=True)
+    assert env.observation_space == ours.observation_space
+    assert env.action_space == ours.action_space
+
+
+@pytest.mark.usefixtures("cyborg_installed")
+def test_it_builds_scenario2_with_the_right_agents() -> None:
+    CybORGEnv("meander", green=True)
+    CybORGEnv("sleep")
+    scenario = str(Path("/opt/cage/CybORG/Shared/Scenarios/Scenario2.yaml"))
+    assert [
+        (scenario, "sim", {"Red": "RedMeanderAgent", "Green": "GreenAgent"}),
+        (scenario, "sim", {"Red": "SleepAgent"}),
+    ] == SCENARIO_CALLS
+
+
+@pytest.mark.usefixtures("cyborg_installed")
+def test_observations_rewards_and_true_state_pass_through_and_episodes_are_truncated() -> None:
+    env = CybORGEnv("b_line", max_steps=40)
+    obs, info = env.reset(seed=5)
+    assert not obs.any()
+    assert info["red_agent"] == "b_line"
+    random.seed(5)
+    twin = Cage2Env("b_line")
+    twin.reset(seed=random.getrandbits(32))
+    for step in range(40):
+        action = (0, 134, 22, 51, 3)[step % 5]
+        obs, reward, terminated, truncated, info = env.step(np.int64(action))
+        expected, expected_reward, _, _, expected_info = twin.step(action)
+        np.testing.assert_array_equal(obs, expected)
+        assert obs.dtype == np.float32
+        assert (reward, terminated, truncated) == (expected_reward, False, step == 39)
+        for name in ("red_access", "clearable", "blue_action", "red_agent"):
+            np.testing.assert_array_equal(info[name], expected_info[name])
+    assert info["red_access"].max() == 2
+    assert info["clearable"].any()
+    with pytest.raises(ResetNeeded):
+        env.step(0)
+
+
+@pytest.mark.usefixtures("cyborg_installed")
+def test_equal_seeds_repeat_and_a_mixture_draws_the_red_agent() -> None:
+    env = CybORGEnv({"b_line": 0.5, "meander": 0.5}, max_steps=10)
+    agents = []
+    for seed in range(30):
+        runs = []
+        for _ in range(2):
+            _, info = env.reset(seed=seed)
+            runs.append([info["red_agent"], *(env.step(0)[0].tolist() for _ in range(10))])
+        assert runs[0] == runs[1]
+        agents.append(runs[0][0])
+    assert 5 < agents.count("meander") < 25
+    assert len(SCENARIO_CALLS) == 2  # one game for each red agent, kept between episodes
+    assert env.reset(options={"red_agent": "sleep"})[1]["red_agent"] == "sleep"
+
+
+@pytest.mark.usefixtures("cyborg_installed")
+def test_the_installed_version_is_recognised_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    CybORGEnv(version="head").reset(seed=0)
+    with pytest.raises(ValueError, match="by the rules of 'head', not 'leaderboard'"):
+        CybORGEnv(version="leaderboard").reset(seed=0)
+    monkeypatch.setattr(FakeCybORG, "session_class", LeaderboardSession)
+    CybORGEnv(version="leaderboard").reset(seed=0)
+    CybORGEnv(version=None).reset(seed=0)
+    with pytest.raises(ValueError, match="'leaderboard', not"):
+        CybORGEnv(version="head").reset(seed=0)
+
+
+@pytest.mark.usefixtures("cyborg_installed")
+def test_a_cyborg_with_other_actions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeChallengeWrapper, "num_actions", 158)
+    with pytest.raises(ValueError, match="has 158 actions, not 145"):
+        CybORGEnv().reset(seed=0)
+
+
+@pytest.mark.usefixtures("cyborg_installed")
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"wrapper": "cardiff"}, "CybORG has no wrapper 'cardiff'"),
+        ({"version": "old"}, "There is no version 'old'"),
+        ({"red_agent": "bline"}, "There is no red agent 'bline'"),
+        ({"max_steps": 0}, "max_steps must be a whole number of at least 1"),
+    ],
+)
+def test_bad_settings_get_one_clear_sentence(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CybORGEnv(**kwargs)
+
+
+@pytest.mark.usefixtures("cyborg_installed")
+def test_it_renders_what_can_be_seen() -> None:
+    env = CybORGEnv("b_line", render_mode="rgb_array")
+    env.reset(seed=1)
+    before = env.render()
+    for _ in range(12):
+        env.step(0)
+    assert before.shape == (440, 760, 3)
+    assert (env.render() != before).any()
+    text = CybORGEnv("b_line", render_mode="ansi")
+    text.reset(seed=1)
+    text.step(132)
+    assert "Blue: Restore Defender" in text.render()
+
+
+@pytest.mark.usefixtures("cyborg_installed")
+def test_many_run_in_processes_and_restart_in_the_same_step() -> None:
+    envs = make_cyborg_vec_env(4, num_workers=2, red_agent="b_line", max_steps=5, context="fork")
+    try:
+        obs, _ = envs.reset(seed=3)
+        assert obs.shape == (4, 52)
+        for step in range(10):
+            obs, _, terminations, truncations, infos = envs.step(np.zeros(4, int))
+            assert (truncations == (step % 5 == 4)).all()
+            assert not terminations.any()
+            assert ("final_obs" in infos) == (step % 5 == 4)
+        assert not obs.any()
+        assert infos["final_obs"][0].any()
+    finally:
+        envs.close()
