@@ -500,7 +500,7 @@ for action in {actions!r}:
     digest.update(observation.tobytes() + repr((reward, terminated, info)).encode())
     if terminated:
         env.reset()
-print(digest.hexdigest(), *sorted({{"torch", "gym", "cv2", "nes_py", "stable_retro", "numba"}} & set(sys.modules)))
+print(digest.hexdigest(), *sorted({{"torch", "gym", "cv2", "stable_retro", "numba"}} & set(sys.modules)))
 """
 
 
