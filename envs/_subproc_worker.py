@@ -7,7 +7,6 @@ other than numbers) as pickled messages through a pipe; semaphores say that a co
 
 from __future__ import annotations
 
-import ctypes
 import faulthandler
 import os
 import signal
@@ -35,12 +34,9 @@ STEP, MESSAGE = (
 EMPTY, PICKLED = 0, 1  # REPLY: all is in shared memory, or an (errors, results) message is in the pipe
 IDLE = -1  # RUNNING: the index of the environment whose code is running, or IDLE
 
-SPINS = (
-    200  # polls, about 100 us, before a worker sleeps: to wake a sleeper takes tens of us, a small step less
-)
+SPINS = 200  # polls, about 100 us, before a worker sleeps: to wake a sleeper takes tens of us, a small step less
 SMALL_MESSAGE = 32_768  # bytes that surely fit the pipe's buffer
 PARENT_CHECK_SECONDS = 1.0
-PR_SET_PDEATHSIG = 1  # Linux's prctl: send me this signal when the thread that created me is gone
 
 Requests = list[tuple[int, Any]]  # (environment index, arguments)
 Results = list[tuple[int, Any]]  # (environment index, result)
@@ -60,7 +56,6 @@ class WorkerSetup:
     autoreset_mode: AutoresetMode
     episode_statistics: bool
     spin: bool
-    creator_is_parent: bool  # the thread that creates the worker lives as long as the parent
     inherited: list[connection.Connection]  # the parent's ends of pipes, which fork copies into the worker
 
 
@@ -88,7 +83,7 @@ class EnvError:
 
 def worker_main(setup: WorkerSetup) -> None:
     """Construct the environments, attach to the shared memory, and obey commands until the parent says close."""
-    watch_parent(setup.creator_is_parent)
+    watch_parent()
     # Ctrl-C and SIGTERM often reach the whole process group. What they mean is for the parent to decide, which may
     # want one more step and every environment's state for a checkpoint; so here they do nothing. (Handlers rather
     # than SIG_IGN, because programs that environments start would inherit SIG_IGN.)
@@ -114,17 +109,21 @@ def worker_main(setup: WorkerSetup) -> None:
                 traceback.print_exc()
 
 
-def watch_parent(creator_is_parent: bool) -> None:
-    """Make this process end soon after its parent, whatever it is doing then.
+def watch_parent() -> None:
+    """Make this process end when its parent does, whatever it is doing then.
 
-    On Linux the kernel sees to it at once, even while an environment holds the GIL in C code. But what it watches is
-    the *thread* that created this process, which may end before the parent does; then, and elsewhere, a thread here
-    looks every second.
+    A pipe tells: the parent alone holds its other end. On Linux the kernel itself can kill this process when that end
+    closes, even while an environment holds the GIL in C code. The thread is for other systems, and for the case that
+    a process which the parent forked has inherited that end and lives on.
     """
-    if creator_is_parent and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     parent, parent_pid = parent_process(), os.getppid()
     assert parent is not None
+    if sys.platform == "linux":
+        import fcntl
+
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
     def watch() -> None:
         if hasattr(signal, "pthread_sigmask"):  # a request for a trace is for the main thread
@@ -350,9 +349,7 @@ class Worker:
 
         return self.for_each(requests, set_one)
 
-    def for_each(
-        self, requests: Requests, action: Callable[[int, Any], Any]
-    ) -> tuple[list[EnvError], Results]:
+    def for_each(self, requests: Requests, action: Callable[[int, Any], Any]) -> tuple[list[EnvError], Results]:
         """Run `action(slot, arguments)` for each request; return errors and results."""
         errors: list[EnvError] = []
         results: Results = []

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from multiprocessing import connection, reduction, util
@@ -95,7 +94,6 @@ class Worker:
             go=self.go,
             done=self.done,
             crash_pipe=worker_crash_pipe,
-            creator_is_parent=method == "forkserver" or threading.current_thread() is threading.main_thread(),
             inherited=parents_ends if method == "fork" else [],
             **options,
         )
@@ -231,9 +229,7 @@ class WorkerPool:
         by_index = dict(requests)
         for worker in workers:
             part = [(i, by_index[i]) for i in worker.env_indices if i in by_index]
-            with contextlib.suppress(
-                BrokenPipeError, ConnectionResetError
-            ):  # collect() will report it in full
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # collect() will report it in full
                 worker.pipe.send((name, part))
 
     def _dispatch(self, workers: Sequence[Worker], command: int) -> None:
@@ -311,6 +307,7 @@ class WorkerPool:
     def _lost(self, worker: Worker, name: str, hung: bool = False) -> WorkerError:
         """Put an end to a worker that died or hung; return the report."""
         pid = worker.process.pid
+        running = self._control[worker.index][RUNNING] if hasattr(self, "_control") else IDLE
         if hung and hasattr(signal, "SIGUSR1"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)  # makes its faulthandler write down where it is
@@ -324,14 +321,11 @@ class WorkerPool:
             cause += " (as the system does when memory runs out)" if exit_code == -signal.SIGKILL else ""
         else:
             cause = f"exited with code {exit_code}"
-        running = self._control[worker.index][RUNNING] if hasattr(self, "_control") else IDLE
         first, last = worker.env_indices[0], worker.env_indices[-1]
         where = f"none of its environments {first} to {last} running"
         if running != IDLE:
             where = f"in {self._describe(running)}"
-        self.failure = (
-            f"Worker {worker.index} (process {pid}) {cause} during {name}, {where}.\n{trace}".rstrip()
-        )
+        self.failure = f"Worker {worker.index} (process {pid}) {cause} during {name}, {where}.\n{trace}".rstrip()
         error = WorkerError.of_kind(multiprocessing.TimeoutError if hung else None, self.failure)
         error.worker = worker
         worker.pending, worker.reply = False, ([], [])

@@ -1,0 +1,649 @@
+"""Whatever happens to a worker, an environment or the parent: SubprocVecEnv says what it was, in time, and cleans up."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import multiprocessing
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.spaces import Box, Discrete
+
+from envs.subproc_vec_env import SubprocVecEnv, WorkerError
+from tests.test_subproc_vec_env import CONTEXTS, MODES, CountEnv
+
+ROOT = Path(__file__).parent.parent
+LINUX = sys.platform == "linux"
+# The server then imports once what every worker needs, which makes these tests several times faster.
+multiprocessing.set_forkserver_preload(["tests.test_subproc_vec_env"])
+
+pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(not LINUX, reason="looks into /proc and /dev/shm")]
+
+
+class UnpicklableError(Exception):
+    """Refuses to be pickled, as exceptions that hold sockets, locks or C objects do."""
+
+    def __reduce__(self) -> Any:
+        raise TypeError("not me")
+
+
+def fail(kind: str) -> None:
+    """Bring about a fault."""
+    if kind == "exception":
+        raise ValueError("the door is stuck")
+    if kind == "unpicklable":
+        raise UnpicklableError("a secret")
+    if kind == "key error":
+        raise KeyError("door")
+    if kind == "os error":
+        raise FileNotFoundError(2, "no such door")
+    if kind == "sigkill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "sigsegv":
+        ctypes.string_at(0)
+    if kind == "sys.exit":
+        sys.exit(3)
+    if kind == "os._exit":
+        os._exit(3)
+    if kind == "hang":
+        while True:
+            time.sleep(0.01)
+    if kind == "hang in C":
+        ctypes.PyDLL(None).usleep(60_000_000)  # keeps the GIL, so that no Python code of this process runs
+    raise AssertionError(kind)
+
+
+class FaultyEnv(CountEnv):
+    """Fails as told: in its constructor, in reset, or in its second step."""
+
+    def __init__(self, kind: str, place: str, once: Path | None = None) -> None:
+        super().__init__(limit=50)
+        self.kind, self.place, self.once = kind, place, once
+        self.fail_in("constructor")
+
+    def fail_in(self, place: str) -> None:
+        if self.place != place or (self.once is not None and self.once.exists()):
+            return
+        if self.once is not None:
+            self.once.touch()
+        fail(self.kind)
+
+    def reset(self, **kwargs: Any) -> tuple[int, dict]:
+        self.fail_in("reset")
+        return super().reset(**kwargs)
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
+        self.fail_in("every step")
+        if self.count == 1:
+            self.fail_in("step")
+        return super().step(action)
+
+
+def four_envs(kind: str, place: str, once: Path | None = None, **kwargs: Any) -> SubprocVecEnv:
+    """Environment 3, the second one of worker 1, is the faulty one."""
+    env_fns = [partial(CountEnv, 50)] * 3 + [partial(FaultyEnv, kind, place, once)]
+    return SubprocVecEnv(env_fns, 2, **{"step_timeout": 20.0, "autoreset_mode": "SameStep", **kwargs})
+
+
+def children() -> set[int]:
+    """The living direct and indirect children of this process that are workers."""
+    found = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and is_alive(int(entry.name)) and int(entry.name) != os.getpid():
+            try:
+                arguments = (entry / "cmdline").read_bytes()
+                parent = (entry / "stat").read_text().rsplit(")", 1)[1].split()[1]
+            except OSError:
+                continue
+            if int(parent) == os.getpid() and b"resource_tracker" not in arguments and b"forkserver" not in arguments:
+                found.add(int(entry.name))
+    return found
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+def wait_until_dead(pids: list[int], seconds: float) -> list[int]:
+    """The processes that still live after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline and any(map(is_alive, pids)):
+        time.sleep(0.02)
+    return [pid for pid in pids if is_alive(pid)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind() -> Iterator[None]:
+    """After each test, no worker and no shared memory is left."""
+    gc.collect()
+    workers_before, memory_before = children(), set(os.listdir("/dev/shm"))
+    yield
+    gc.collect()
+    assert not wait_until_dead(list(children() - workers_before), 2.0)
+    deadline = time.monotonic() + 2.0
+    while (left := set(os.listdir("/dev/shm")) - memory_before) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not left
+
+
+def close_in_time(envs: SubprocVecEnv) -> None:
+    pids = [worker.process.pid for worker in envs._pool.workers if worker.started]
+    start = time.monotonic()
+    envs.close()
+    assert time.monotonic() - start < 5.0
+    assert not wait_until_dead(pids, 0.1)
+
+
+# ---- faults of one environment ----------------------------------------------------------------------------------
+
+RAISED = {
+    "exception": (ValueError, "ValueError during {} in environment 3 .*the door is stuck(?s:.)*in fail"),
+    "unpicklable": (UnpicklableError, "UnpicklableError during {} in environment 3 .*a secret(?s:.)*in fail"),
+    "key error": (KeyError, "KeyError during {} in environment 3 .*'door'(?s:.)*in fail"),
+    "os error": (WorkerError, "FileNotFoundError during {} in environment 3 .*no such door(?s:.)*in fail"),
+    "sys.exit": (WorkerError, "SystemExit during {} in environment 3 .*3(?s:.)*in fail"),
+}
+GONE = {
+    "sigkill": (WorkerError, r"Worker 1 \(process \d+\) was killed by SIGKILL .* during {}, in environment 3"),
+    "sigsegv": (
+        WorkerError,
+        "was killed by SIGSEGV during {}, in environment 3(?s:.)*Segmentation fault(?s:.)*in fail",
+    ),
+    "os._exit": (WorkerError, "exited with code 3 during {}, in environment 3"),
+    "hang": (
+        multiprocessing.TimeoutError,
+        "did not answer within step_timeout=1.0 s(?s:.)*environment 3(?s:.)*in fail",
+    ),
+    "hang in C": (multiprocessing.TimeoutError, "did not answer within step_timeout=1.0 s(?s:.)*in fail"),
+}
+FAULTS = RAISED | GONE
+# Starting an interpreter takes long, so under spawn a fault of each nature will do.
+CASES = [(context, kind) for context in CONTEXTS[:2] for kind in FAULTS]
+CASES += [("spawn", kind) for kind in ("exception", "unpicklable", "sigkill", "hang")]
+
+
+def timeout_of(kind: str) -> dict[str, float]:
+    return {"step_timeout": 1.0} if kind.startswith("hang") else {}
+
+
+@pytest.mark.filterwarnings("ignore:.*ERROR")
+@pytest.mark.parametrize(("context", "kind"), CASES)
+def test_a_fault_in_step_is_reported_with_its_cause(context: str, kind: str) -> None:
+    envs = four_envs(kind, "step", context=context)
+    if kind.startswith("hang"):
+        envs._pool.step_timeout = 1.0
+    envs.reset(seed=10)
+    envs.step([5, 6, 7, 8])
+    error, text = FAULTS[kind]
+    start = time.monotonic()
+    with pytest.raises(error, match=text.format("step")) as caught:
+        envs.step([5, 6, 7, 8])
+    assert time.monotonic() - start < 5.0
+    assert isinstance(caught.value, WorkerError)
+    assert "seed 13, last action 8" in str(caught.value)
+    with pytest.raises(WorkerError, match="Nothing but close"):
+        envs.step([5, 6, 7, 8])
+    close_in_time(envs)
+
+
+@pytest.mark.filterwarnings("ignore:.*ERROR")
+@pytest.mark.parametrize("kind", FAULTS)
+def test_a_fault_in_reset_is_reported_with_its_cause(kind: str) -> None:
+    envs = four_envs(kind, "reset", **timeout_of(kind))
+    error, text = FAULTS[kind]
+    with pytest.raises(error, match=text.format("reset")):
+        envs.reset(seed=10)
+    close_in_time(envs)
+
+
+@pytest.mark.parametrize(
+    ("context", "kind"), [(context, kind) for context, kind in CASES if context == "fork" or kind == "exception"]
+)
+def test_a_fault_in_a_constructor_is_reported_with_its_cause(context: str, kind: str) -> None:
+    error, text = FAULTS[kind]
+    text = text.format("construction")
+    if kind in GONE:  # the worker could not yet say which environment it was
+        text = text.replace("in environment 3", "none of its environments 2 to 3 running").replace("environment 3", "")
+    start = time.monotonic()
+    with pytest.raises(error, match=text) as caught:
+        four_envs(kind, "constructor", context=context, **timeout_of(kind))
+    assert isinstance(caught.value, WorkerError)
+    assert time.monotonic() - start < 15.0
+
+
+@pytest.mark.filterwarnings("ignore:.*ERROR")
+def test_all_environments_that_raised_in_a_step_are_reported() -> None:
+    env_fns = [partial(FaultyEnv, "exception", "step")] * 3 + [CountEnv]
+    envs = SubprocVecEnv(env_fns, 2)
+    envs.reset()
+    envs.step([0, 0, 0, 0])
+    with pytest.raises(ValueError, match="the door is stuck") as caught:
+        envs.step([0, 0, 0, 0])
+    assert [f"step in environment {n} " in str(caught.value) for n in range(4)] == [True, True, True, False]
+    close_in_time(envs)
+
+
+def test_an_info_that_cannot_be_pickled_is_an_error_of_its_environment() -> None:
+    envs = SubprocVecEnv([CountEnv, CountEnv, LockEnv, CountEnv], 2)
+    envs.reset()
+    with pytest.warns(UserWarning, match="Worker-2"), pytest.raises(TypeError, match="cannot pickle.*lock"):
+        envs.step([0, 0, 0, 0])
+    close_in_time(envs)
+
+
+class LockEnv(CountEnv):
+    """Puts a lock into its info."""
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
+        return (*super().step(action)[:4], {"lock": threading.Lock()})
+
+
+@pytest.mark.parametrize("context", CONTEXTS[:2])
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
+def test_an_idle_worker_that_is_killed_or_stopped_is_noticed(context: str, how: signal.Signals) -> None:
+    envs = four_envs("none", "nowhere", context=context, step_timeout=1.0)
+    envs.reset()
+    os.kill(envs._pool.workers[0].process.pid, how)
+    text = "was killed by SIGKILL" if how == signal.SIGKILL else "did not answer within step_timeout"
+    with pytest.raises(WorkerError, match=f"Worker 0 .*{text}.*none of its environments 0 to 1 running"):
+        envs.step([0, 0, 0, 0])
+    close_in_time(envs)
+
+
+def test_close_kills_an_environment_that_does_not_close() -> None:
+    envs = SubprocVecEnv([StubbornEnv, CountEnv], 2)
+    envs.reset()
+    close_in_time(envs)
+
+
+class StubbornEnv(CountEnv):
+    """Does not close."""
+
+    def close(self) -> None:
+        fail("hang")
+
+
+@pytest.mark.filterwarnings("ignore:.*Calling `close`")
+@pytest.mark.parametrize("terminate", [False, True])
+def test_close_during_a_step_that_hangs_is_bounded(terminate: bool) -> None:
+    envs = four_envs("hang", "step")
+    envs.reset()
+    envs.step([0, 0, 0, 0])
+    envs.step_async([0, 0, 0, 0])
+    start = time.monotonic()
+    envs.close(terminate=terminate)
+    assert time.monotonic() - start < (1.0 if terminate else 5.0)
+
+
+def test_environments_are_closed_even_if_another_ones_constructor_raised(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="the door is stuck"):
+        SubprocVecEnv([partial(DiaryEnv, tmp_path / "closed"), partial(FaultyEnv, "exception", "constructor")], 2)
+    assert (tmp_path / "closed").exists()
+
+
+class DiaryEnv(CountEnv):
+    """Leaves a file when it is closed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.path = path
+
+    def close(self) -> None:
+        self.path.touch()
+
+
+# ---- faults of the parent ---------------------------------------------------------------------------------------
+
+
+class SleepEnv(CountEnv):
+    """Sleeps in `step`, holding the GIL; as hard to wake as a simulator in C."""
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
+        fail("hang in C")
+        return super().step(action)
+
+
+def start_script(tmp_path: Path, body: str, env: str = "CountEnv", arguments: str = "") -> subprocess.Popen:
+    """Start a Python process that makes `envs` with 3 workers, prints their ids, then runs `body`."""
+    path = tmp_path / "script.py"
+    path.write_text(
+        "import gc, os, signal, sys, threading, time\n"
+        "from envs.subproc_vec_env import SubprocVecEnv\n"
+        "from tests.test_subproc_vec_env import CountEnv\n"
+        "from tests.test_subproc_faults import SleepEnv\n"
+        "def main():\n"
+        f"    envs = SubprocVecEnv([{env}] * 6, 3, {arguments})\n"
+        "    envs.reset(seed=0)\n"
+        "    print(*[worker.process.pid for worker in envs._pool.workers], flush=True)\n"
+        + "".join(f"    {line}\n" for line in body.splitlines())
+        + "if __name__ == '__main__':\n    main()\n"
+    )
+    return subprocess.Popen(
+        [sys.executable, path],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def worker_pids(process: subprocess.Popen) -> list[int]:
+    assert process.stdout is not None
+    pids = [int(word) for word in process.stdout.readline().split()]
+    assert len(pids) == 3, process.communicate()[1]
+    return pids
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("busy", [False, True], ids=["idle", "in step"])
+def test_no_worker_outlives_a_parent_that_is_killed(tmp_path: Path, context: str, busy: bool) -> None:
+    body = "envs.step_async([0] * 6)\ntime.sleep(60)" if busy else "time.sleep(60)"
+    process = start_script(tmp_path, body, "SleepEnv" if busy else "CountEnv", f"context='{context}'")
+    pids = worker_pids(process)
+    time.sleep(0.2)
+    assert all(map(is_alive, pids))
+    process.kill()
+    assert not wait_until_dead(pids, 2.0)
+    process.communicate(timeout=10)  # and none of its children holds its output open
+
+
+def test_workers_made_in_a_thread_outlive_the_thread_but_not_the_parent(tmp_path: Path) -> None:
+    body = (
+        "made = []\n"
+        "thread = threading.Thread(target=lambda: made.append(SubprocVecEnv([CountEnv] * 3, 3)))\n"
+        "thread.start(); thread.join()\n"
+        "time.sleep(0.3)\n"
+        "made[0].reset()\n"
+        "print(*[worker.process.pid for worker in made[0]._pool.workers], flush=True)\n"
+        "time.sleep(60)"
+    )
+    process = start_script(tmp_path, body)
+    pids = worker_pids(process) + worker_pids(process)
+    assert all(map(is_alive, pids))
+    process.kill()
+    assert not wait_until_dead(pids, 2.0)
+    process.communicate(timeout=10)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_whole_group_is_the_parents_to_handle(tmp_path: Path, number: signal.Signals) -> None:
+    body = (
+        "stop = []\n"
+        "for number in (signal.SIGINT, signal.SIGTERM):\n"
+        "    signal.signal(number, lambda number, frame: stop.append(number))\n"
+        "print('ready', flush=True)\n"
+        "while not stop:\n"
+        "    envs.step([0] * 6)\n"
+        "for _ in range(100):\n"
+        "    envs.step([0] * 6)\n"
+        "print('limits', *envs.get_attr('limit'), flush=True)\n"
+        "envs.close()\n"
+    )
+    process = start_script(tmp_path, body)
+    pids = worker_pids(process)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.1)
+    os.killpg(process.pid, number)
+    output, errors = process.communicate(timeout=10)
+    assert output == "limits 3 3 3 3 3 3\n", errors
+    assert (process.returncode, errors) == (0, "")
+    assert not wait_until_dead(pids, 0.5)
+
+
+@pytest.mark.parametrize("env", ["CountEnv", "SleepEnv"])
+def test_ctrl_c_that_nobody_handles_ends_everything_in_time(tmp_path: Path, env: str) -> None:
+    process = start_script(tmp_path, "while True:\n    envs.step([0] * 6)", env)
+    pids = worker_pids(process)
+    time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=5)
+    assert errors.count("Traceback") == 1, errors
+    assert errors.rstrip().endswith("KeyboardInterrupt")
+    assert not wait_until_dead(pids, 0.5)
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_script_that_forgets_to_close_ends_at_once_and_leaves_nothing(tmp_path: Path, context: str) -> None:
+    process = start_script(tmp_path, "envs.step([0] * 6)\nmain.envs = envs", arguments=f"context='{context}'")
+    pids = worker_pids(process)
+    _, errors = process.communicate(timeout=5)
+    assert (process.returncode, errors) == (0, "")
+    assert not wait_until_dead(pids, 0.5)
+
+
+def test_a_vector_environment_that_is_garbage_collected_takes_its_workers_along() -> None:
+    envs = four_envs("none", "nowhere")
+    pids = [worker.process.pid for worker in envs._pool.workers]
+    envs.reset()
+    del envs
+    gc.collect()
+    assert not wait_until_dead(pids, 1.0)
+
+
+def test_a_forked_child_of_the_parent_leaves_the_workers_alone() -> None:
+    envs = four_envs("none", "nowhere")
+    envs.reset()
+    child = os.fork()
+    if child == 0:
+        try:
+            del envs
+            gc.collect()
+        finally:
+            os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert envs.step([1, 2, 3, 4])[1].tolist() == [1, 2, 3, 4]
+    close_in_time(envs)
+
+
+def test_making_and_closing_many_leaks_nothing() -> None:
+    def cycle() -> None:
+        envs = four_envs("none", "nowhere")
+        envs.reset()
+        envs.step([0, 0, 0, 0])
+        envs.close()
+
+    cycle()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for _ in range(15):
+        cycle()
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+
+
+# ---- restarts ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:.*WARN")
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
+@pytest.mark.parametrize(
+    ("context", "kind"), [("fork", "sigkill"), ("fork", "hang"), ("fork", "os._exit"), ("forkserver", "sigkill")]
+)
+def test_a_lost_worker_is_replaced_and_only_its_episodes_end(
+    context: str, kind: str, mode: Any, tmp_path: Path
+) -> None:
+    envs = four_envs(
+        kind, "step", tmp_path / "failed", context=context, autoreset_mode=mode, on_worker_failure="restart"
+    )
+    if kind == "hang":
+        envs._pool.step_timeout = 1.0
+    envs.reset(seed=10)
+    assert envs.step([1, 2, 3, 4])[0].tolist() == [1, 1, 1, 1]
+    observations, rewards, terminations, truncations, infos = envs.step([1, 2, 3, 4])
+    same_step = mode.name == "SAME_STEP"
+    assert observations.tolist() == ([2, 2, 0, 0] if same_step else [2, 2, 1, 1])
+    assert rewards.tolist() == [1, 2, 0, 0]
+    assert terminations.tolist() == [False] * 4
+    assert truncations.tolist() == [False, False, True, True]
+    assert infos["worker_restarted"].tolist() == [False, False, True, True]
+    if same_step:
+        assert infos["final_obs"].tolist() == [None, None, 1, 1]
+        assert infos["_final_info"].tolist() == [False, False, True, True]
+    else:
+        assert "final_obs" not in infos
+    if mode.name == "DISABLED":
+        envs.reset(options={"reset_mask": truncations})
+    *_, infos = envs.step([1, 2, 3, 4])
+    assert "worker_restarted" not in infos
+    assert envs.call("count") == ((3, 3, 0, 0) if mode.name == "NEXT_STEP" else (3, 3, 1, 1))
+    assert envs.np_random_seed == (10, 11, 16, 17)  # new seeds, and of no other environment
+    close_in_time(envs)
+
+
+@pytest.mark.filterwarnings("ignore:.*WARN")
+def test_a_worker_lost_in_reset_is_replaced_and_reset_again(tmp_path: Path) -> None:
+    envs = four_envs("sigkill", "reset", tmp_path / "failed", on_worker_failure="restart")
+    observations, _ = envs.reset(seed=10)
+    assert observations.tolist() == [0, 0, 0, 0]
+    assert envs.np_random_seed == (10, 11, 12, 13)
+    close_in_time(envs)
+
+
+@pytest.mark.filterwarnings("ignore:.*WARN")
+@pytest.mark.parametrize("place", ["reset", "every step", "constructor"])
+def test_a_worker_that_dies_again_and_again_ends_the_run_with_the_cause(place: str, tmp_path: Path) -> None:
+    if place == "constructor":
+        envs = SubprocVecEnv([CountEnv, partial(SecondTimeEnv, tmp_path / "made")], 2, on_worker_failure="restart")
+        envs.reset()
+        os.kill(envs._pool.workers[1].process.pid, signal.SIGKILL)
+        actions, text = [0, 0], "exited with code 3 during construction"
+    else:
+        envs = four_envs("sigkill", place, on_worker_failure="restart")
+        actions, text = [0, 0, 0, 0], f"was killed by SIGKILL .* during {place.split()[-1]}"
+    with pytest.raises(WorkerError, match=f"Gave up after 3 restarts without a finished step.*{text}"):
+        envs.reset()
+        for _ in range(10):
+            envs.step(actions)
+    close_in_time(envs)
+
+
+class SecondTimeEnv(CountEnv):
+    """Can be made once only."""
+
+    def __init__(self, made: Path) -> None:
+        super().__init__()
+        if made.exists():
+            os._exit(3)
+        made.touch()
+
+
+@pytest.mark.filterwarnings("ignore:.*ERROR")
+def test_an_exception_is_raised_even_if_workers_are_restarted() -> None:
+    envs = four_envs("exception", "step", on_worker_failure="restart")
+    envs.reset()
+    envs.step([0, 0, 0, 0])
+    with pytest.raises(ValueError, match="the door is stuck"):
+        envs.step([0, 0, 0, 0])
+    close_in_time(envs)
+
+
+class TraceableEnv(gym.Env):
+    """Each observation tells (environment, process, episode, step, last action), so that every mix-up shows."""
+
+    observation_space = Box(-1, np.inf, (5,), np.float64)
+    action_space = Discrete(1000)
+
+    def __init__(self, index: int) -> None:
+        self.index, self.episode, self.count = index, 0, 0
+
+    def observe(self, action: int) -> np.ndarray:
+        return np.array([self.index, os.getpid(), self.episode, self.count, action], np.float64)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.episode, self.count = self.episode + 1, 0
+        return self.observe(-1), {}
+
+    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.count += 1
+        return self.observe(action), action / 7, self.count % (11 + self.index) == 0, False, {"count": self.count}
+
+
+def soak(num_steps: int, seconds_between_kills: float, min_kills: int) -> None:
+    """Step while a killer kills random workers; check every transition, and that nothing grows."""
+    num_envs, kills = 8, 0
+    env_fns = [partial(TraceableEnv, n) for n in range(num_envs)]
+    envs = SubprocVecEnv(env_fns, 3, autoreset_mode="SameStep", on_worker_failure="restart", step_timeout=20.0)
+    stop = threading.Event()
+
+    def kill_now_and_then() -> None:
+        nonlocal kills
+        while not stop.wait(seconds_between_kills):
+            try:
+                os.kill(random.choice(envs._pool.workers).process.pid, signal.SIGKILL)
+                kills += 1
+            except (ProcessLookupError, ValueError, AttributeError):
+                pass  # is just being replaced
+
+    observations, _ = envs.reset(seed=0)
+    generator = np.random.default_rng(0)
+    descriptors = memory = restarts = 0
+    killer = threading.Thread(target=kill_now_and_then)
+    killer.start()
+    try:
+        step = 0
+        while step < num_steps or kills < min_kills:
+            actions = generator.integers(0, 1000, num_envs)
+            following, rewards, terminations, truncations, infos = envs.step(actions)
+            restarted = infos.get("worker_restarted", np.zeros(num_envs, bool))
+            for n in range(num_envs):
+                led_to = infos["final_obs"][n] if terminations[n] or truncations[n] else following[n]
+                if restarted[n]:
+                    assert truncations[n] and not terminations[n]  # noqa: PT018
+                    assert rewards[n] == 0
+                    assert led_to.tolist() == observations[n].tolist()
+                    assert following[n].tolist() == [n, following[n][1], 1, 0, -1]
+                    assert following[n][1] != observations[n][1]
+                else:
+                    index, pid, episode, count, _ = observations[n]
+                    assert led_to.tolist() == [index, pid, episode, count + 1, actions[n]]
+                    assert rewards[n] == actions[n] / 7
+                    assert not truncations[n]
+                    assert terminations[n] == ((count + 1) % (11 + n) == 0)
+                    if terminations[n]:
+                        assert following[n].tolist() == [n, pid, episode + 1, 0, -1]
+                    else:
+                        assert infos["count"][n] == count + 1
+            observations, step, restarts = following, step + 1, restarts + int(restarted.any())
+            if restarts == 3 and not descriptors:  # everything has been made once by now
+                descriptors = len(os.listdir("/proc/self/fd"))
+                memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    finally:
+        stop.set()
+        killer.join()
+    assert restarts >= min_kills // 2 > 3
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss <= memory + 30_000  # KB
+    assert len(children()) <= 3
+    close_in_time(envs)
+
+
+@pytest.mark.filterwarnings("ignore:.*WARN")
+def test_every_transition_is_valid_while_workers_are_killed() -> None:
+    soak(num_steps=2000, seconds_between_kills=0.25, min_kills=16)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.filterwarnings("ignore:.*WARN")
+def test_soak_of_ten_thousand_steps_with_a_kill_every_second() -> None:
+    soak(num_steps=10_000, seconds_between_kills=1.0, min_kills=60)
