@@ -1,0 +1,1150 @@
+"""PPO from pixels with discrete actions: Super Mario Bros on a real emulator.
+
+    python ppo_atari_mario.py                                    # Mario learns to reach the flag of World 1-1
+    python ppo_atari_mario.py --backend fceumm --env-id Mario-2-1  # another stage, on the fast emulator
+    python ppo_atari_mario.py play --logdir runs/... --save-gif  # watch the best checkpoint
+
+A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.json, TensorBoard events,
+progress.csv and timing.csv (a row an update), eval.csv, videos/, best.pt, latest.pt, curves.png. Stop it at any
+time; `--resume --logdir D` continues it, on a CPU bit for bit. Read the file from top to bottom: arguments, agent,
+mathematics, environments, files, training, playing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import difflib
+import fcntl
+import hashlib
+import io
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import gymnasium as gym
+import matplotlib.figure
+import numpy as np
+import PIL.Image
+import torch
+import torch.nn as nn
+import tyro
+from gymnasium.vector import AutoresetMode, VectorEnv
+from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.utils.tensorboard import SummaryWriter
+
+from envs.mario import MarioBackendError, MarioEnv, available_backends
+from envs.nes_core import INSTALL, resolve_backend
+from envs.subproc_vec_env import SubprocVecEnv
+
+SCRIPT = Path(__file__).stem
+FORMAT = "ppo_atari_mario/1"  # what a checkpoint holds; a copy of the script keeps it
+
+
+# ==========================================================================================================
+# Arguments
+# ==========================================================================================================
+@dataclass
+class Args:
+    # --- the run
+    env_id: str = "Mario-1-1"
+    """Mario-1-1 to Mario-8-4; several stages as Mario-1-1,2-1; Mario-random (of all 32); Mario-full (the game)"""
+    seed: int = 1
+    """seed of networks, sampling and environments (environment n gets seed + n)"""
+    total_timesteps: int = 1_500_000
+    """environment steps (decisions) of the whole run, summed over environments"""
+    logdir: str | None = None
+    """run folder; default runs/{env_id}__{script}__{seed}__{time}"""
+    resume: bool = False
+    """continue the run in --logdir from its latest.pt"""
+    device: str = "cpu"
+    """torch device: cpu, cuda, cuda:1, ..."""
+    torch_threads: int = 1
+    """CPU threads of torch; two help only while both cores are free, and crawl while one is not"""
+    torch_deterministic: bool = True
+    """ask torch for deterministic algorithms, so that equal seeds give equal runs"""
+    compile: bool = False
+    """torch.compile the policy and the gradient: no gain for convolutions on a CPU"""
+    amp: bool = True
+    """compute the networks in bfloat16: 1.6 to 2.2 times as fast on a CPU that has it (avx512_bf16, amx)"""
+    eval_every: int = 100_000
+    """environment steps between evaluations; 0: only at the end"""
+    eval_episodes: int = 10
+    """episodes of an evaluation with deterministic actions, and as many with sampled ones, with fixed seeds"""
+    save_every: int = 100_000
+    """environment steps between writes of latest.pt; 0: only at the end"""
+    keep_checkpoints: bool = False
+    """keep each of them as step_{global_step}.pt too"""
+    track: bool = False
+    """log to Weights & Biases too (pip install wandb)"""
+    capture_video: bool = True
+    """put evaluation episodes side by side, as a GIF, into TensorBoard's Images tab and videos/"""
+    video_episodes: int = 3
+    """how many of them"""
+    video_fps: float = 16
+    """frames per second of these GIFs; the game makes 60 / --skip decisions a second"""
+    explain: bool = False
+    """print the derived sizes and an estimate of the time, and stop"""
+
+    # --- the environments
+    num_envs: int = 32
+    """parallel environments N"""
+    num_workers: int | None = None
+    """processes that step the environments; default: the CPU cores"""
+    backend: Literal["auto", "nes_py", "fceumm"] = "auto"
+    """emulator: nes_py, or fceumm, about five times as fast; auto: nes_py. A policy does not transfer between them"""
+    obs: Literal["gray64", "rgb64", "gray84"] = "gray64"
+    """colour and side of the pictures"""
+    frame_stack: int | None = None
+    """pictures in an observation; default: 4, and 1 for rgb64"""
+    action_set: Literal["right_only", "simple", "complex"] = "simple"
+    """5, 7 or 12 combinations of buttons"""
+    skip: int = 4
+    """frames (1/60 s) for which an action is held"""
+    max_pool: bool = False
+    """take the brighter of each pixel of the last two frames, against flicker"""
+    mask_score: bool = False
+    """blank the rows that show score, coins and time"""
+    reward: Literal["shaped", "document"] = "shaped"
+    """weights of progress, time, flag and death: see envs/mario.py"""
+    stuck_steps: int = 150
+    """steps without new ground after which the episode ends like a death; 0: never"""
+    max_episode_steps: int = 0
+    """time limit of an episode in steps (a truncation); 0: the game's own clock alone"""
+    noop_max: int = 30
+    """an episode begins with 0 to this many frames of waiting, drawn at random, in training and evaluation"""
+    sticky_action_probability: float = 0.25
+    """probability, in each frame, that the console misses a change of the buttons, in training and evaluation"""
+
+    # --- PPO
+    num_steps: int = 128
+    """steps T per environment and rollout; a batch is N*T transitions"""
+    learning_rate: float = 5e-4
+    """Adam's step size at the start"""
+    anneal_lr: bool = True
+    """let the learning rate decay linearly to 0 over the run"""
+    gamma: float = 0.95
+    """discount per step"""
+    gae_lambda: float = 0.95
+    """lambda of generalised advantage estimation: 0 trusts the critic, 1 the sampled return"""
+    num_minibatches: int = 16
+    """minibatches of an epoch; must divide N*T"""
+    update_epochs: int = 4
+    """passes over each batch"""
+    norm_adv: bool = True
+    """normalise advantages to mean 0 and standard deviation 1"""
+    norm_adv_scope: Literal["minibatch", "batch", "per_env"] = "minibatch"
+    """what that mean and standard deviation are taken over"""
+    clip_coef: float = 0.2
+    """epsilon: a probability ratio earns nothing beyond 1 +- epsilon"""
+    clip_vloss: bool = False
+    """clip the critic's change too (OpenAI Baselines; later studies found no gain)"""
+    ent_coef: float = 0.01
+    """weight of the entropy bonus"""
+    vf_coef: float = 0.5
+    """weight of the value loss, which is half the mean squared error"""
+    max_grad_norm: float | None = 0.5
+    """global l2 norm that gradients are clipped to; None: no clipping"""
+    target_kl: float | None = None
+    """end the update when a minibatch's approximate KL (k3) exceeds this; None: never"""
+    feature_dim: int = 512
+    """units of the layer behind the convolutions"""
+    shared_cnn: bool = True
+    """let actor and critic share the convolutions and that layer"""
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_envs * self.num_steps
+
+    @property
+    def minibatch_size(self) -> int:
+        return self.batch_size // self.num_minibatches
+
+    @property
+    def num_updates(self) -> int:
+        return self.total_timesteps // self.batch_size
+
+
+# `--configs a b` layers presets from left to right; flags win last.
+PRESETS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    # the setting of a widely read Mario guide; it asked for 8-12 hours of a GPU
+    "document": {"seed": 0, "total_timesteps": 10_000_000, "obs": "rgb64", "max_pool": True, "reward": "document",
+                 "stuck_steps": 0, "learning_rate": 2.5e-4, "anneal_lr": False, "gamma": 0.99, "ent_coef": 0.03},
+    "explore": {"ent_coef": 0.05, "learning_rate": 1e-4},
+    "fast": {"total_timesteps": 2_000_000, "num_envs": 8, "num_minibatches": 8, "update_epochs": 3},
+    "debug": {"total_timesteps": 100_000, "num_envs": 4, "num_steps": 64, "num_minibatches": 4, "update_epochs": 2,
+              "eval_every": 10_000, "save_every": 10_000},
+}  # fmt: skip
+
+# What a resumed run may change; any other difference would make it another run.
+RESUMABLE = {"total_timesteps", "logdir", "resume", "device", "torch_threads", "num_workers", "eval_every",
+             "eval_episodes", "save_every", "keep_checkpoints", "track", "capture_video", "video_episodes",
+             "video_fps", "explain"}  # fmt: skip
+
+
+class UsageError(ValueError):
+    """A mistake in what was asked for; the message says, in one sentence, what to change."""
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_ranges(args: Args) -> None:
+    """Raise UsageError for a value outside its range: what holds for every PPO script."""
+    ranges = {
+        "at least 1": (lambda x: x >= 1, ["total_timesteps", "num_envs", "num_steps", "num_minibatches",
+                                          "update_epochs", "eval_episodes", "torch_threads", "num_workers"]),
+        "positive": (lambda x: x > 0, ["learning_rate", "clip_coef", "max_grad_norm", "target_kl"]),
+        "at least 0": (lambda x: x >= 0, ["eval_every", "save_every", "ent_coef", "vf_coef", "seed"]),
+        "in [0, 1]": (lambda x: 0 <= x <= 1, ["gamma", "gae_lambda"]),
+    }  # fmt: skip
+    for condition, (holds, names) in ranges.items():
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and not holds(value):
+                raise UsageError(f"{flag(name)} must be {condition}, not {value}.")
+    batch = f"{args.batch_size} (num_envs {args.num_envs} x num_steps {args.num_steps})"
+    if args.total_timesteps < args.batch_size:
+        raise UsageError(f"--total-timesteps {args.total_timesteps} is less than one batch of {batch}.")
+    if args.batch_size % args.num_minibatches:
+        raise UsageError(f"--num-minibatches {args.num_minibatches} does not divide the batch of {batch}.")
+    if args.norm_adv and args.minibatch_size < 2:
+        raise UsageError(f"Minibatches of 1 cannot be normalised: lower --num-minibatches {args.num_minibatches}.")
+    if args.resume and args.logdir is None:
+        raise UsageError("--resume needs --logdir, the folder of the run to continue.")
+    if args.device != "cpu" and not (args.device.startswith("cuda") and torch.cuda.is_available()):
+        raise UsageError(
+            f"--device {args.device} is not available here; use cpu" + ", cuda." * torch.cuda.is_available()
+        )
+
+
+def validate(args: Args) -> None:
+    """Raise UsageError, one sentence with the numbers in it, for arguments that cannot work."""
+    check_ranges(args)
+    if not args.env_id.startswith("Mario-"):
+        raise UsageError(f"There is no environment {args.env_id!r}; try Mario-1-1, Mario-1-1,2-1, Mario-random.")
+    try:
+        make_env(args).close()
+    except (ValueError, MarioBackendError) as error:  # an option out of its range, or no emulator
+        raise UsageError(str(error)) from None
+    if args.gamma == 1 and args.stuck_steps == 0:
+        raise UsageError("--gamma 1 needs episodes that end soon: set --stuck-steps above 0 or --gamma below 1.")
+    if args.feature_dim < 1 or args.video_episodes < 1 or args.video_fps <= 0:
+        raise UsageError("--feature-dim, --video-episodes and --video-fps must be positive.")
+
+
+# ==========================================================================================================
+# Agent
+# ==========================================================================================================
+def layer_init(layer: Any, std: float = math.sqrt(2)) -> Any:
+    """Orthogonal weights of gain `std`, zero biases (detail 2)."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def cnn(input_shape: tuple[int, ...], feature_dim: int) -> nn.Sequential:
+    """Mnih et al.'s network (2015) for pictures (channels, height, width); returns (batch, feature_dim)."""
+    convolutions = nn.Sequential(
+        layer_init(nn.Conv2d(input_shape[0], 32, kernel_size=8, stride=4)), nn.ReLU(),
+        layer_init(nn.Conv2d(32, 64, kernel_size=4, stride=2)), nn.ReLU(),
+        layer_init(nn.Conv2d(64, 64, kernel_size=3, stride=1)), nn.ReLU(), nn.Flatten(),
+    )  # fmt: skip
+    with torch.no_grad():
+        flat_size = convolutions(torch.zeros(1, *input_shape)).shape[1]  # 1024 for 64 x 64 pixels
+    return convolutions.extend([layer_init(nn.Linear(flat_size, feature_dim)), nn.ReLU()])
+
+
+class Agent(nn.Module):
+    """A categorical policy and a critic, two linear heads on one convolutional network (detail 21)."""
+
+    def __init__(self, envs: VectorEnv, args: Args) -> None:
+        super().__init__()
+        input_shape: Any = envs.single_observation_space.shape
+        self.actor_cnn = cnn(input_shape, args.feature_dim)
+        self.critic_cnn = self.actor_cnn if args.shared_cnn else cnn(input_shape, args.feature_dim)
+        # A policy head of gain 0.01 starts with nearly equal probabilities for every observation.
+        self.actor_logits = layer_init(nn.Linear(args.feature_dim, envs.single_action_space.n), 0.01)  # type: ignore
+        self.critic_value = layer_init(nn.Linear(args.feature_dim, 1), 1.0)
+        self.amp = args.amp
+
+    def features(self, network: nn.Module, obs: torch.Tensor) -> torch.Tensor:
+        """(batch, channels, height, width) uint8 -> (batch, feature_dim) float32.
+
+        bfloat16 represents 0 to 255 exactly; the layout with the channels last is the one convolutions are fast in.
+        """
+        dtype = torch.bfloat16 if self.amp else torch.float32
+        with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.amp):
+            x = obs.to(dtype, memory_format=torch.channels_last) / 255  # detail 22
+            return network(x).float()
+
+    def get_value(self, obs: torch.Tensor) -> torch.Tensor:
+        """(batch, channels, height, width) -> V(s), (batch,)."""
+        return self.critic_value(self.features(self.critic_cnn, obs)).squeeze(-1)
+
+    def get_action(self, obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """argmax(logits + noise), (batch,): a sample for standard Gumbel noise (batch, actions), the mode for zeros."""
+        return (self.actor_logits(self.features(self.actor_cnn, obs)) + noise).argmax(-1)
+
+    def get_action_and_value(
+        self, obs: torch.Tensor, action: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(batch, channels, height, width) -> action, log pi(a|s), entropy, V(s), each (batch,)."""
+        features = self.features(self.actor_cnn, obs)
+        critic_features = features if self.critic_cnn is self.actor_cnn else self.features(self.critic_cnn, obs)
+        log_probs = self.actor_logits(features).log_softmax(-1)
+        if action is None:
+            action = (log_probs + gumbel_noise(log_probs)).argmax(-1)
+        log_prob = log_probs.gather(-1, action[:, None]).squeeze(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        return action, log_prob, entropy, self.critic_value(critic_features).squeeze(-1)
+
+    def networks(self) -> list[list[nn.Parameter]]:
+        """Its parameters: all in one list if actor and critic share a network, else the actor's, then the critic's."""
+        if self.critic_cnn is self.actor_cnn:
+            return [[*self.parameters()]]
+        return [[*self.actor_cnn.parameters(), *self.actor_logits.parameters()],
+                [*self.critic_cnn.parameters(), *self.critic_value.parameters()]]  # fmt: skip
+
+
+def gumbel_noise(like: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
+    """-log(E), E ~ Exp(1): added to logits it makes their argmax a sample of softmax(logits) (Gumbel 1954)."""
+    return -torch.empty_like(like).exponential_(generator=generator).log()
+
+
+# ==========================================================================================================
+# The mathematics
+# ==========================================================================================================
+def compute_gae(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    next_values: torch.Tensor,
+    terminations: torch.Tensor,
+    truncations: torch.Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16), for each environment on its own.
+
+    All tensors are (num_steps, num_envs). Step t of environment n led, with reward `rewards[t, n]`, from a state of
+    value `values[t, n]` to a state of value `next_values[t, n]`: the state it really led to, the final one where
+    the episode ended, never the reset one. Returns (advantages, returns); the returns are the critic's targets.
+
+        delta_t = r_t + gamma V(s_{t+1}) (1 - terminated_t) - V(s_t)
+        A_t     = delta_t + gamma lambda (1 - ended_t) A_{t+1},     R_t = A_t + V(s_t)
+
+    A terminated episode has no future, so V(s') is dropped. An episode cut by a time limit, or by the end of the
+    rollout, has a future, and V(s') stands for it (Pardo et al. 2018). Either end stops the recursion, because
+    the next row belongs to another episode.
+    """
+    terminated, ended = terminations.to(rewards.dtype), (terminations | truncations).to(rewards.dtype)
+    deltas = rewards + gamma * next_values * (1 - terminated) - values
+    decay = gamma * gae_lambda * (1 - ended)
+    advantages = torch.empty_like(rewards)
+    advantage = torch.zeros_like(rewards[0])
+    for t in reversed(range(len(rewards))):  # detail 5
+        advantage = deltas[t] + decay[t] * advantage
+        advantages[t] = advantage
+    return advantages, advantages + values
+
+
+def normalize_advantages(advantages: torch.Tensor, per_env: bool = False) -> torch.Tensor:
+    """(A - mean) / (std + 1e-8), over all entries, or over the steps of each environment (num_steps, num_envs)."""
+    dims = (0,) if per_env else tuple(range(advantages.ndim))
+    mean, std = advantages.mean(dims, keepdim=True), advantages.std(dims, keepdim=True)
+    return (advantages - mean) / (std + 1e-8)
+
+
+def ppo_loss(
+    agent: Agent,
+    obs: torch.Tensor,
+    actions: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    old_values: torch.Tensor,
+    advantages: torch.Tensor,
+    returns: torch.Tensor,
+    args: Args,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """PPO's loss on a minibatch (Schulman et al. 2017, eq. 9 with the sign turned) and its metrics, all scalars.
+
+    obs (batch, obs_dim), actions (batch, ...) as they were sampled, the rest (batch,). With the probability ratio
+    rho = pi(a|s) / pi_old(a|s),
+
+        loss = -mean(min(rho A, clip(rho, 1 - eps, 1 + eps) A)) + vf_coef 0.5 mean((V - R)^2) - ent_coef mean(H)
+
+    The minimum takes away the incentive to move rho above 1 + eps where A > 0 and below 1 - eps where A < 0; it
+    does not hold rho there, and it keeps the way back open.
+    """
+    _, log_probs, entropy, values = agent.get_action_and_value(obs, actions)
+    if args.norm_adv and args.norm_adv_scope == "minibatch":
+        advantages = normalize_advantages(advantages)  # detail 7
+    log_ratio = log_probs - old_log_probs
+    ratio = log_ratio.exp()
+    clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = -torch.min(ratio * advantages, clipped_ratio * advantages).mean()  # detail 8
+    squared_error = (values - returns) ** 2
+    if args.clip_vloss:  # detail 9
+        clipped_values = old_values + (values - old_values).clamp(-args.clip_coef, args.clip_coef)
+        squared_error = torch.max(squared_error, (clipped_values - returns) ** 2)
+    value_loss = 0.5 * squared_error.mean()
+    entropy = entropy.mean()
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy  # detail 10
+    ratio, log_ratio = ratio.detach(), log_ratio.detach()
+    return loss, {  # detail 12; the KL estimators are k1 and k3 of Schulman's note "Approximating KL divergence"
+        "policy_loss": policy_loss.detach(),
+        "value_loss": value_loss.detach(),
+        "entropy": entropy.detach(),
+        "old_approx_kl": -log_ratio.mean(),
+        "approx_kl": (ratio - 1 - log_ratio).mean(),
+        "clip_fraction": ((ratio - 1).abs() > args.clip_coef).to(ratio.dtype).mean(),
+    }
+
+
+LOSS_METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clip_fraction")
+APPROX_KL = LOSS_METRICS.index("approx_kl")
+
+
+def ppo_gradients(agent: Agent, minibatch: Any, args: Args) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The gradient of `ppo_loss`, a flat vector for each of `agent.networks()`, and LOSS_METRICS as a vector."""
+    loss, metrics = ppo_loss(agent, *minibatch, args=args)  # type: ignore[misc]
+    networks = agent.networks()
+    gradients = iter(torch.autograd.grad(loss, [p for network in networks for p in network]))
+    flat = [torch.cat([next(gradients).reshape(-1) for _ in network]) for network in networks]
+    return flat, torch.stack([metrics[name] for name in LOSS_METRICS])
+
+
+def flatten_parameters(network: list[nn.Parameter]) -> nn.Parameter:
+    """Move parameters into one vector and make them views of it.
+
+    Clipping and Adam then handle one long tensor instead of a dozen short ones, half the cost of a small step.
+    """
+    flat = torch.cat([p.detach().reshape(-1) for p in network])
+    for p, part in zip(network, flat.split([p.numel() for p in network]), strict=True):
+        p.data = part.view_as(p)
+    return nn.Parameter(flat)
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
+    """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one no better than a constant, nan if R is constant.
+
+    It does not see a constant error of V, which is why the mean absolute error is logged beside it.
+    """
+    variance = returns.var(correction=0)
+    return math.nan if variance == 0 else float(1 - (returns - values).var(correction=0) / variance)
+
+
+# ==========================================================================================================
+# Environments and evaluation
+# ==========================================================================================================
+def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
+    """One game; called in the worker process that plays it."""
+    env: gym.Env = MarioEnv(
+        args.env_id.removeprefix("Mario-"),
+        args.backend,
+        action_set=args.action_set,
+        obs=args.obs,
+        frame_stack=args.frame_stack,
+        skip=args.skip,
+        max_pool=args.max_pool,
+        mask_score=args.mask_score,
+        reward=args.reward,
+        stuck_steps=args.stuck_steps,
+        max_episode_steps=args.max_episode_steps,
+        noop_max=args.noop_max,
+        sticky_action_probability=args.sticky_action_probability,
+        render_mode=None if render_mode is None else "rgb_array",
+    )
+    return gym.wrappers.HumanRendering(env) if render_mode == "human" else env
+
+
+def make_envs(args: Args, render_mode: str | None = None, num_rendered: int = 1) -> VectorEnv:
+    """`args.num_envs` games that reset within the step that ends an episode (SAME_STEP); the first `num_rendered`
+    have the render mode. Observations are uint8. Workers are forked, and so need not import torch again."""
+    env_fns = [partial(make_env, args, render_mode if n < num_rendered else None) for n in range(args.num_envs)]
+    return SubprocVecEnv(env_fns, num_workers=args.num_workers, context="fork", autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+@torch.no_grad()
+def evaluate(
+    agent: Agent,
+    args: Args,
+    deterministic: bool = True,
+    seed: int = 10_000,
+    render_mode: str | None = None,
+) -> dict[str, Any]:
+    """Run `args.eval_episodes` episodes on separate environments.
+
+    The emulator has no randomness of its own: what tells episodes apart is the waiting before their start and the
+    sticky actions. Episode i draws both from seed + i, so that two evaluations differ by their policies alone.
+    Returns success_rate (flag or axe reached), mean_return, std_return, mean_length, the lists successes, returns
+    and lengths, and, with render_mode "rgb_array", frames: the first `args.video_episodes` episodes side by side,
+    (height, width, 3) uint8, where an episode that has ended shows its last frame.
+    """
+    num_envs = args.eval_episodes
+    num_rendered = min(num_envs, args.video_episodes)
+    vec_env: Any = make_envs(replace(args, num_envs=num_envs), render_mode, num_rendered)
+    device = next(agent.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    returns, lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=int)
+    successes = np.zeros(num_envs, dtype=bool)
+    running = np.ones(num_envs, dtype=bool)  # only the first episode of each environment counts
+    pictures: list[Any] = [None] * num_rendered
+    frames: list[np.ndarray] = []
+    obs, _ = vec_env.reset(seed=seed)
+    while running.any():
+        noise = torch.zeros((num_envs, int(vec_env.single_action_space.n)), device=device)
+        if not deterministic:
+            noise = gumbel_noise(noise, generator)
+        action = agent.get_action(torch.as_tensor(obs, device=device), noise)
+        obs, rewards, terminated, truncated, infos = vec_env.step(action.cpu().numpy())
+        returns += rewards * running
+        lengths += running
+        ended = (terminated | truncated) & running
+        if ended.any():
+            successes |= ended & infos["final_info"]["flag_get"].astype(bool)
+        running &= ~ended
+        if render_mode == "rgb_array":
+            now = vec_env.render()
+            pictures = [now[n] if running[n] or frames == [] else pictures[n] for n in range(num_rendered)]
+            frames.append(np.concatenate(pictures, axis=1))
+            if not running[:num_rendered].any():
+                render_mode = None
+    vec_env.close()
+    return {"success_rate": float(successes.mean()), "mean_return": float(returns.mean()),
+            "std_return": float(returns.std()), "mean_length": float(lengths.mean()), "frames": frames,
+            "successes": successes.tolist(), "returns": returns.tolist(), "lengths": lengths.tolist()}  # fmt: skip
+
+
+# ==========================================================================================================
+# Files
+# ==========================================================================================================
+def to_tensors(state: Any) -> Any:
+    """Arrays in nested dicts and lists become tensors, which `torch.load` reads without running any code."""
+    if isinstance(state, dict):
+        return {key: to_tensors(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(to_tensors(value) for value in state)
+    if isinstance(state, np.generic):
+        return state.item()
+    return torch.from_numpy(state.copy()) if isinstance(state, np.ndarray) else state
+
+
+def to_arrays(state: Any) -> Any:
+    """The inverse of `to_tensors`."""
+    if isinstance(state, dict):
+        return {key: to_arrays(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(to_arrays(value) for value in state)
+    return state.cpu().numpy() if isinstance(state, torch.Tensor) else state
+
+
+def random_states() -> dict[str, Any]:
+    """The states of all global random generators."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    numpy_state = np.random.get_state(legacy=False)
+    return {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(to_arrays(states["numpy"]))
+    torch.set_rng_state(states["torch"].cpu())
+    if torch.cuda.is_available() and states["cuda"]:
+        torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"]])
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
+    """Write `state` so that a complete file stands at `path` at every moment, and the one before at *.prev.pt.
+
+    If the disk refuses, warn, leave the old file alone and return False: a run outlives a full disk.
+    """
+    temporary, previous = path.with_suffix(".tmp"), path.with_suffix(".prev.pt")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(to_tensors(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            previous.unlink(missing_ok=True)
+            os.link(path, previous)
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)  # until the folder is on the disk, the new name is not
+        os.close(folder)
+    except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
+        print(f"warning: {path} was not written ({str(error).splitlines()[0]}); the run goes on.", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def load_checkpoint(path: Path, device: str = "cpu") -> dict[str, Any]:
+    """Read a checkpoint; nothing in the file is executed. Raises UsageError if it is missing, damaged, not a
+    checkpoint, or of another script or format."""
+    if not path.is_file():
+        raise UsageError(f"There is no checkpoint {path}.")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged_part = archive.testzip()  # torch writes checksums but does not look at them
+        if damaged_part is not None:
+            raise zipfile.BadZipFile(f"wrong checksum of {damaged_part}")
+        state = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
+        reason = str(error).partition("\n")[0][:100]
+        raise UsageError(f"{path} is damaged or not a checkpoint ({reason}).") from None
+    found = state.get("format") if isinstance(state, dict) else None
+    if found != FORMAT:
+        raise UsageError(f"{path} holds {found or 'something else'}, this script reads checkpoints of {FORMAT}.")
+    return state
+
+
+def load_latest(logdir: Path, device: str) -> dict[str, Any]:
+    """The checkpoint to resume from: latest.pt or, if that is damaged, the one before it."""
+    try:
+        return load_checkpoint(logdir / "latest.pt", device)
+    except UsageError as error:
+        if not (logdir / "latest.prev.pt").is_file():
+            raise
+        print(f"warning: {error} Falling back to latest.prev.pt.", file=sys.stderr)
+        return load_checkpoint(logdir / "latest.prev.pt", device)
+
+
+def update_leaderboard(logdir: Path, args: Args, score: float, step: int, keep: int = 5) -> None:
+    """Enter a run's best.pt among the `keep` best of all runs of the same problem and settings.
+
+    They stand beside the run folder in best/{env_id}__{hash of the settings}/ with index.json: score at full
+    precision, run, step, file. A lock makes concurrent runs take turns; the index is replaced, never edited.
+    """
+    settings = {name: value for name, value in asdict(args).items() if name not in {*RESUMABLE, "seed"}}
+    config_hash = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    folder = logdir.resolve().parent / "best" / f"{args.env_id.replace('/', '_')}__{config_hash}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        index = folder / "index.json"
+        entries = json.loads(index.read_text()) if index.exists() else []
+        entry: dict[str, Any] = {"score": score, "run": logdir.name, "step": step, "file": f"{logdir.name}.pt"}
+        others = [other for other in entries if other["run"] != entry["run"]]
+        entries = sorted([*others, entry], key=lambda item: -item["score"])
+        if entry in entries[:keep]:
+            shutil.copyfile(logdir / "best.pt", folder / "new.tmp")
+            os.replace(folder / "new.tmp", folder / entry["file"])
+        for dropped in entries[keep:]:
+            (folder / dropped["file"]).unlink(missing_ok=True)
+        (folder / "index.tmp").write_text(json.dumps(entries[:keep], indent=1))
+        os.replace(folder / "index.tmp", index)
+
+
+class Logger:
+    """Scalars of a run to CSV files and TensorBoard, and a live line to the terminal.
+
+    Resumed at `step`, it drops what was logged after the checkpoint: the files look as if nothing had happened.
+    """
+
+    def __init__(self, logdir: Path, step: int = 0) -> None:
+        self.logdir = logdir
+        for path in logdir.glob("*.csv"):
+            header, *rows = path.read_text().splitlines(keepends=True)
+            kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= step]
+            path.write_text("".join([header, *kept]) if kept else "")
+        self.writer = SummaryWriter(str(logdir), purge_step=step + 1)
+        self.last_line = -math.inf
+
+    def write(self, file: str, step: int, metrics: dict[str, float]) -> None:
+        """Add a row to `file` and a TensorBoard point for each metric (not for nan: nothing was measured)."""
+        with open(self.logdir / file, "a", newline="") as stream:
+            writer = csv.writer(stream, lineterminator="\n")
+            if stream.tell() == 0:
+                writer.writerow(["global_step", *metrics])
+            writer.writerow([step, *metrics.values()])
+        for name, value in metrics.items():
+            if not math.isnan(value):
+                self.writer.add_scalar(name, value, step)
+
+    def line(self, text: str, final: bool = False) -> None:
+        """Redraw the live line on a terminal; elsewhere print one every ten seconds."""
+        if sys.stdout.isatty():
+            print(f"\r\033[K{text}", end="\n" if final else "", flush=True)
+        elif final or time.monotonic() > self.last_line + 10:
+            print(text, flush=True)
+            self.last_line = time.monotonic()
+
+
+def read_csv(path: Path) -> dict[str, np.ndarray]:
+    """The columns of a log by name."""
+    with open(path) as file:
+        rows = list(csv.DictReader(file))
+    return {name: np.array([float(row[name]) for row in rows]) for name in (rows[0] if rows else [])}
+
+
+def plot_curves(logdir: Path) -> None:
+    """Draw curves.png: how often Mario reaches the flag, and what to look at when that does not rise."""
+    panels = ["rollout/success_rate", "rollout/episodic_return", "train/explained_variance",
+              "train/entropy", "train/approx_kl", "train/clip_fraction"]  # fmt: skip
+    progress, evaluation = read_csv(logdir / "progress.csv"), {}
+    if (logdir / "eval.csv").exists():
+        evaluation = read_csv(logdir / "eval.csv")
+    figure = matplotlib.figure.Figure(figsize=(13, 6), layout="constrained")
+    for axis, name in zip(figure.subplots(2, 3).flat, panels, strict=True):
+        axis.plot(progress["global_step"], progress[name], lw=1)
+        quantity = {"rollout/success_rate": "success_rate", "rollout/episodic_return": "mean_return"}.get(name)
+        for mode in ("eval", "eval_sampled") if quantity and evaluation else ():
+            label = "evaluation, " + ("deterministic" if mode == "eval" else "sampled")
+            axis.plot(evaluation["global_step"], evaluation[f"{mode}/{quantity}"], "o-", ms=3, lw=1, label=label)
+            axis.legend()
+        axis.set(title=name, xlabel="environment steps")
+        axis.grid(alpha=0.3)
+    figure.savefig(logdir / "curves.png", dpi=100)
+
+
+def save_gif(frames: list[np.ndarray], path: Path, fps: float) -> None:
+    """Write rgb frames as an endless GIF. Its clock ticks in 1/100 s, so the rate becomes 100 / round(100 / fps)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    first, *rest = [PIL.Image.fromarray(frame).quantize(128) for frame in frames]
+    first.save(path, save_all=True, append_images=rest, duration=10 * max(2, round(100 / fps)), loop=0)
+
+
+def log_video(logger: Logger, frames: list[np.ndarray], fps: float, step: int) -> None:
+    """Write rgb frames as a GIF to videos/ and to TensorBoard's Images tab, which plays it."""
+    path = logger.logdir / "videos" / f"step_{step}.gif"
+    save_gif(frames, path, fps)
+    height, width, channels = frames[0].shape
+    image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=path.read_bytes())
+    logger.writer.file_writer.add_summary(Summary(value=[Summary.Value(tag="eval/episodes", image=image)]), step)
+
+
+# ==========================================================================================================
+# Training
+# ==========================================================================================================
+@dataclass
+class Counters:
+    """Where a run stands."""
+
+    update: int = 0  # rollouts collected and learnt from
+    global_step: int = 0  # environment steps, summed over environments
+    episodes: int = 0  # ended episodes; each is followed by a reset
+    minibatch_updates: int = 0  # optimiser steps
+    best_success_rate: float = -math.inf  # of the best evaluation so far: that with the highest success rate
+    best_return: float = -math.inf  # and, among those, with the highest mean return
+    seconds: float = 0.0  # time spent collecting and learning
+
+
+def crossed(step: int, advance: int, every: int) -> bool:
+    """Whether the last `advance` steps, which led to `step`, reached or passed a multiple of `every` (0: never).
+
+    `step % every == 0` would be wrong: steps come in whole batches and may jump over every multiple.
+    """
+    return every > 0 and step // every > (step - advance) // every
+
+
+class Interrupt:
+    """Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop after the update; a second stops at once."""
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self.previous = {s: signal.signal(s, self) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+
+    def __call__(self, signum: int, frame: Any) -> None:
+        if self.signum is not None:
+            self.restore()
+            raise KeyboardInterrupt
+        self.signum = signum
+
+    def restore(self) -> None:
+        for signum, handler in self.previous.items():
+            signal.signal(signum, handler)
+
+
+def check_finite(logdir: Path, actions: torch.Tensor, **rollout: torch.Tensor) -> None:
+    """Raise FloatingPointError, naming environment, step and last action, if a number of the rollout's tensors,
+    each (num_steps, num_envs, ...), is not finite; the rollout goes to postmortem.npz."""
+    for name, tensor in rollout.items():
+        bad = (~torch.isfinite(tensor)).flatten(2).any(-1) if tensor.ndim > 2 else ~torch.isfinite(tensor)
+        if bad.any():
+            t, n = bad.nonzero()[0].tolist()
+            arrays: dict[str, Any] = {key: value.cpu() for key, value in rollout.items()}
+            np.savez(logdir / "postmortem.npz", actions=actions.cpu(), **arrays)
+            last_action = actions[max(t - 1, 0) if name == "obs" else t, n].tolist()
+            raise FloatingPointError(
+                f"{name} of environment {n} is not finite at step {t} of the rollout, after action {last_action}; "
+                f"the weights were not touched, the rollout is in {logdir / 'postmortem.npz'}."
+            )
+
+
+def describe(args: Args, logdir: Path, agent: nn.Module, rollout: list[torch.Tensor]) -> str:
+    """The sizes that follow from the arguments, to be read before the run."""
+    return (
+        f"{args.env_id}: {args.num_updates} updates of {args.batch_size} transitions ({args.num_envs} environments x "
+        f"{args.num_steps} steps), {args.update_epochs} epochs x {args.num_minibatches} minibatches of "
+        f"{args.minibatch_size}\n{sum(p.numel() for p in agent.parameters()):,} weights, rollout of "
+        f"{sum(x.nbytes for x in rollout) / 2**20:.1f} MiB, device {args.device}, seed {args.seed}, folder {logdir}"
+    )
+
+
+def open_run(args: Args) -> tuple[Path, dict[str, Any] | None]:
+    """The run folder, with config.json written, and the checkpoint to continue from, if --resume. Raises UsageError
+    if the folder holds another run, or the arguments would make the resumed run another one."""
+    default = f"runs/{args.env_id.replace('/', '_')}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    logdir = Path(args.logdir or default)
+    checkpoint = load_latest(logdir, args.device) if args.resume else None
+    if checkpoint is None and (logdir / "latest.pt").exists():
+        raise UsageError(f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
+    for name, saved in (checkpoint or {"args": {}})["args"].items():
+        if name not in RESUMABLE and getattr(args, name) != saved:
+            raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name)}.")
+    try:
+        logdir.mkdir(parents=True, exist_ok=True)
+        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
+        config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
+        (logdir / "config.json").write_text(json.dumps(config, indent=1))
+    except OSError as error:
+        raise UsageError(f"The run folder {logdir} cannot be written: {error.strerror}.") from None
+    return logdir, checkpoint
+
+
+def train(args: Args) -> dict[str, Any]:
+    """Train, evaluate and save as `args` say; returns the run folder and the last and best evaluation.
+
+    Raises UsageError for arguments that cannot work, and FloatingPointError before numbers that are not finite
+    reach the weights. A signal ends the run early and cleanly; its number is then in the result as "signal".
+    """
+    validate(args)
+    args = replace(args, backend=resolve_backend(args.backend))  # a policy belongs to the emulator it was trained on
+    if "fceumm" not in available_backends():
+        print(f"FCEUmm would emulate about five times as fast: {INSTALL['fceumm']}; then add --backend fceumm.")
+    logdir, checkpoint = open_run(args)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.torch_threads)
+    torch.use_deterministic_algorithms(args.torch_deterministic)
+    device = torch.device(args.device)
+    num_steps, num_envs = args.num_steps, args.num_envs
+
+    vec_env: Any = make_envs(args)
+    assert vec_env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP  # so that final_obs below exists
+    agent = Agent(vec_env, args).to(device)
+    networks = [flatten_parameters(network) for network in agent.networks()]
+    optimizer = torch.optim.Adam(networks, lr=args.learning_rate, eps=1e-5, fused=True)  # detail 3
+    gradients_of, act = ppo_gradients, agent.get_action_and_value
+    if args.compile and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        print("No C++ compiler was found, so --compile is off.")
+    elif args.compile:
+        torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
+        gradients_of = torch.compile(ppo_gradients, fullgraph=True, dynamic=False)
+        act = torch.compile(agent.get_action_and_value, fullgraph=True, dynamic=False)
+
+    # The rollout, time-major: row t holds what happened at step t in each environment. Pictures stay bytes.
+    obs_shape = (num_steps, num_envs, *vec_env.single_observation_space.shape)
+    obs = torch.zeros(obs_shape, dtype=torch.uint8, device=device)
+    actions = torch.zeros((num_steps, num_envs), dtype=torch.int64, device=device)
+    log_probs = torch.zeros((num_steps, num_envs), device=device)
+    values, rewards = torch.zeros_like(log_probs), torch.zeros_like(log_probs)
+    terminations = torch.zeros((num_steps, num_envs), dtype=torch.bool, device=device)
+    truncations = torch.zeros_like(terminations)
+    rollout = [obs, actions, log_probs, values, rewards, terminations, truncations]
+    print(describe(args, logdir, agent, rollout), flush=True)
+
+    counters = Counters()
+    episode_returns, episode_lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)  # under way
+    env_obs, _ = vec_env.reset(seed=args.seed)
+    if checkpoint is not None:
+        counters = Counters(**checkpoint["counters"])
+        agent.load_state_dict(checkpoint["agent"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        vec_env.set_state(to_arrays(checkpoint["envs"]))
+        env_obs, episode_returns, episode_lengths = to_arrays(checkpoint["episodes"])
+        set_random_states(checkpoint["random"])
+        print(f"continuing after step {counters.global_step:,}", flush=True)
+    next_obs = torch.as_tensor(env_obs, device=device)
+
+    def state() -> dict[str, Any]:
+        """All that the rest of the run depends on."""
+        return {"format": FORMAT, "args": asdict(args), "counters": asdict(counters), "random": random_states(),
+                "agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "envs": vec_env.get_state(),
+                "episodes": [env_obs, episode_returns, episode_lengths]}  # fmt: skip
+
+    logger = Logger(logdir, counters.global_step)
+    if checkpoint is None:
+        save_checkpoint(logdir / "latest.pt", state())  # from here on a killed run can be resumed
+    interrupt = Interrupt()
+    evaluation: dict[str, Any] = {}
+    while counters.update < args.num_updates and interrupt.signum is None:
+        started = time.perf_counter()
+        counters.update += 1
+        progress = (counters.update - 1) / args.num_updates if args.anneal_lr else 0.0  # detail 4
+        for group in optimizer.param_groups:
+            group["lr"] = args.learning_rate * (1 - progress)
+
+        # --- collect ----------------------------------------------------------------------------------
+        cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
+        ended: list[tuple[float, int, bool]] = []  # (return, length, flag reached) of the episodes that ended
+        env_time = 0.0
+        for t in range(num_steps):
+            obs[t] = next_obs
+            with torch.no_grad():
+                actions[t], log_probs[t], _, values[t] = act(next_obs)
+            env_actions = actions[t].cpu().numpy()
+            before_step = time.perf_counter()
+            env_obs, reward, terminated, truncated, infos = vec_env.step(env_actions)
+            env_time += time.perf_counter() - before_step
+            episode_returns += reward
+            episode_lengths += 1
+            rewards[t] = torch.as_tensor(reward)
+            terminations[t], truncations[t] = torch.as_tensor(terminated), torch.as_tensor(truncated)
+            next_obs = torch.as_tensor(env_obs, device=device)
+            for n in np.flatnonzero(terminated | truncated):
+                success = bool(infos["final_info"]["flag_get"][n])
+                ended.append((float(episode_returns[n]), int(episode_lengths[n]), success))
+                episode_returns[n] = episode_lengths[n] = 0
+                if not terminated[n]:
+                    cuts.append((t, int(n), infos["final_obs"][n]))
+        check_finite(logdir, actions, rewards=rewards, values=values)
+        collected = time.perf_counter()
+
+        # --- bootstrap --------------------------------------------------------------------------------
+        with torch.no_grad():
+            next_values = torch.cat([values[1:], agent.get_value(next_obs)[None]])
+            if cuts:
+                steps, indices, final_obs = zip(*cuts, strict=True)
+                next_values[list(steps), list(indices)] = agent.get_value(
+                    torch.as_tensor(np.stack(final_obs), device=device)
+                )
+
+        # --- advantages -------------------------------------------------------------------------------
+        advantages, returns = compute_gae(
+            rewards, values, next_values, terminations, truncations, args.gamma, args.gae_lambda
+        )
+        if args.norm_adv and args.norm_adv_scope != "minibatch":
+            advantages = normalize_advantages(advantages, per_env=args.norm_adv_scope == "per_env")
+
+        # --- update -----------------------------------------------------------------------------------
+        batch = [x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)]
+        metric_sums, grad_norm_sum = torch.zeros(len(LOSS_METRICS), device=device), 0.0
+        num_minibatch_updates, kl_exceeded = 0, False
+        for _ in range(args.update_epochs):
+            order = torch.randperm(args.batch_size, device=device)  # detail 6: each transition once an epoch
+            for minibatch in zip(*(x[order].split(args.minibatch_size) for x in batch), strict=True):
+                gradients, metrics = gradients_of(agent, minibatch, args)
+                kl_exceeded = args.target_kl is not None and float(metrics[APPROX_KL]) > args.target_kl
+                if kl_exceeded:
+                    break
+                for network, gradient in zip(networks, gradients, strict=True):
+                    network.grad = gradient
+                grad_norm = float(nn.utils.clip_grad_norm_(networks, args.max_grad_norm or math.inf))  # detail 11
+                if not math.isfinite(grad_norm):
+                    np.savez(logdir / "postmortem.npz", *[x.cpu() for x in minibatch])
+                    raise FloatingPointError(
+                        f"The gradient of update {counters.update} is not finite; the weights were not touched, the "
+                        f"minibatch is in {logdir / 'postmortem.npz'}. A smaller --learning-rate may help."
+                    )
+                optimizer.step()
+                metric_sums += metrics
+                grad_norm_sum += grad_norm
+                num_minibatch_updates += 1
+            if kl_exceeded:
+                break
+        counters.minibatch_updates += num_minibatch_updates
+        counters.global_step += args.batch_size
+        counters.episodes += len(ended)
+        seconds = time.perf_counter() - started
+        counters.seconds += seconds
+
+        # --- log --------------------------------------------------------------------------------------
+        means = (metric_sums / max(num_minibatch_updates, 1)).tolist()
+        episodic = np.mean(ended, axis=0) if ended else np.full(3, math.nan)
+        record = {
+            **{f"train/{name}": value for name, value in zip(LOSS_METRICS, means, strict=True)},
+            "train/explained_variance": explained_variance(values, returns),
+            "train/value_abs_error": float((values - returns).abs().mean()),
+            "train/grad_norm": grad_norm_sum / max(num_minibatch_updates, 1),
+            "train/learning_rate": optimizer.param_groups[0]["lr"],
+            "train/update_epochs_done": num_minibatch_updates / args.num_minibatches,
+            "rollout/episodic_return": float(episodic[0]),
+            "rollout/episodic_length": float(episodic[1]),
+            "rollout/success_rate": float(episodic[2]),
+            "rollout/mean_reward": float(rewards.mean()),
+            "rollout/resets": counters.episodes,
+            "counters/train_steps": counters.update * num_steps,
+            "counters/rollouts": counters.update,
+            "counters/minibatch_updates": counters.minibatch_updates,
+        }
+        logger.write("progress.csv", counters.global_step, record)
+        sps, env_share, update_share = (
+            args.batch_size / seconds,
+            env_time / seconds,
+            1 - (collected - started) / seconds,
+        )
+        timing = {"sps": sps, "seconds": counters.seconds, "env_share": env_share,
+                  "inference_share": 1 - env_share - update_share, "update_share": update_share}  # fmt: skip
+        logger.write("timing.csv", counters.global_step, {f"time/{name}": value for name, value in timing.items()})
+        eta = (args.total_timesteps - counters.global_step) * counters.seconds / counters.global_step
+        logger.line(f"step {counters.global_step:>10,} | {sps:>7,.0f} steps/s | return {episodic[0]:>8.2f} | flags "
+                    f"{episodic[2]:>4.0%} | best evaluation {counters.best_success_rate:.0%} | KL "
+                    f"{record['train/approx_kl']:.4f} | {eta / 60:.1f} min left")  # fmt: skip
+
+        # --- evaluate ---------------------------------------------------------------------------------
+        last = counters.update == args.num_updates
+        if last or crossed(counters.global_step, args.batch_size, args.eval_every):
+            evaluation = evaluate(agent, args, render_mode="rgb_array" if args.capture_video else None)
+            sampled = evaluate(agent, args, deterministic=False)
+            names = ("success_rate", "mean_return", "std_return", "mean_length")
+            scores = {f"eval/{name}": evaluation[name] for name in names}
+            scores |= {f"eval_sampled/{name}": sampled[name] for name in names}
+            logger.write("eval.csv", counters.global_step, scores)
+            if args.capture_video:
+                small = [frame[::2, ::2] for frame in evaluation["frames"]]
+                log_video(logger, small, args.video_fps, counters.global_step)
+            score = (evaluation["success_rate"], evaluation["mean_return"])
+            if score > (counters.best_success_rate, counters.best_return):
+                counters.best_success_rate, counters.best_return = score
+                save_checkpoint(logdir / "best.pt", state())
+
+        # --- save -------------------------------------------------------------------------------------
+        if last or interrupt.signum or crossed(counters.global_step, args.batch_size, args.save_every):
+            save_checkpoint(logdir / "latest.pt", state())
+            if args.keep_checkpoints:
+                shutil.copyfile(logdir / "latest.pt", logdir / f"step_{counters.global_step}.pt")
+
+    interrupt.restore()
+    vec_env.close()
+    logger.writer.close()
+    plot_curves(logdir)
+    if interrupt.signum:
+        outcome = "stopped; continue with --resume --logdir"
+    else:
+        update_leaderboard(logdir, args, counters.best_return, counters.global_step)
+        outcome = (f"flag in {evaluation['success_rate']:.0%} of {args.eval_episodes} evaluation episodes, best "
+                   f"{counters.best_success_rate:.0%}; run folder")  # fmt: skip
+    logger.line(f"{counters.global_step:,} steps in {counters.seconds:.0f} s, {outcome} {logdir}", final=True)
+    return {"logdir": str(logdir), "signal": interrupt.signum, **asdict(counters),
+            "success_rate": evaluation.get("success_rate", math.nan),
+            "mean_return": evaluation.get("mean_return", math.nan)}  # fmt: skip
+
+
+# ==========================================================================================================
+# Playing and the command line
+# ==========================================================================================================
+@dataclass
+class PlayArgs:
+    logdir: str
+    """run folder"""
+    checkpoint: str = "best"
+    """best, latest, or the path of a checkpoint"""
+    episodes: int = 5
+    """episodes to play"""
+    stochastic: bool = False
+    """sample the actions instead of taking the policy's mode"""
+    seed: int = 0
+    """seed of the first episode; episode i gets seed + i"""
+    render: bool = False
+    """show the episodes in a window (pip install pygame)"""
+    save_gif: bool = False
+    """write a GIF of each episode"""
+    gif_fps: float = 15
+    """frames per second of the GIFs; 15 decisions a second are real time"""
+    gif_dir: str | None = None
+    """folder of the GIFs; default {logdir}/gifs"""
+
+
+def play(play_args: PlayArgs) -> dict[str, Any]:
+    """Play a checkpoint. Prints a line an episode and, as the last line, the summary as JSON that it returns."""
+    logdir = Path(play_args.logdir)
+    name = play_args.checkpoint
+    checkpoint = load_checkpoint(logdir / f"{name}.pt" if name in ("best", "latest") else Path(name))
+    args = replace(Args(**checkpoint["args"]), eval_episodes=1, num_envs=1, device="cpu")
+    validate(args)
+    vec_env = make_envs(args)
+    agent = Agent(vec_env, args)
+    vec_env.close()
+    agent.load_state_dict(checkpoint["agent"])
+    render_mode = "human" if play_args.render else "rgb_array" if play_args.save_gif else None
+    folder = Path(play_args.gif_dir or logdir / "gifs") / time.strftime("run_%Y%m%d-%H%M%S")
+    returns, successes = [], []
+    for i in range(play_args.episodes):
+        seed = play_args.seed + i
+        episode = evaluate(agent, args, not play_args.stochastic, seed, render_mode)
+        returns.append(episode["mean_return"])
+        successes.append(episode["success_rate"])
+        outcome = "flag" if successes[-1] else "no flag"
+        print(f"episode {i + 1}: return {returns[-1]:.2f}, {episode['lengths'][0]} steps, {outcome}")
+        if play_args.save_gif:
+            gif = folder / f"episode_{i + 1:03d}_return_{returns[-1]:.0f}_steps_{episode['lengths'][0]}.gif"
+            save_gif(episode["frames"], gif, play_args.gif_fps)
+            print(f"  {gif}")
+    error = np.std(returns, ddof=1) / math.sqrt(len(returns)) if len(returns) > 1 else math.nan
+    summary = {"success_rate": float(np.mean(successes)), "mean_return": float(np.mean(returns)),
+               "standard_error": float(error), "returns": returns}  # fmt: skip
+    print(json.dumps(summary))
+    return summary
+
+
+def explain(args: Args) -> None:
+    """Print the derived sizes, and the run's time as three updates in a scratch folder predict it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        steps = 3 * args.batch_size
+        probe = replace(args, total_timesteps=steps, logdir=f"{scratch}/run", eval_every=0, eval_episodes=1)
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            train(probe)
+        sps = read_csv(Path(scratch) / "run" / "timing.csv")["time/sps"][-1]
+    print(output.getvalue().partition(", folder")[0].replace(": 3 updates", f": {args.num_updates} updates"))
+    minutes = args.num_updates * args.batch_size / sps / 60
+    print(f"{sps:,.0f} steps/s in a probe: about {minutes:.1f} minutes, and the evaluations")
+
+
+def parse_args(argv: list[str]) -> Args:
+    """Defaults, then the presets named after --configs (or the arguments of the run to --resume), then flags."""
+    values: dict[str, Any] = {}
+    if "--configs" in argv:
+        start = argv.index("--configs")
+        stop = next((i for i in range(start + 1, len(argv)) if argv[i].startswith("--")), len(argv))
+        for name in argv[start + 1 : stop]:
+            if name not in PRESETS:
+                close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
+                raise UsageError(f"There is no preset {name!r}; did you mean {close}? Presets: {', '.join(PRESETS)}.")
+            values |= PRESETS[name]
+        argv = argv[:start] + argv[stop:]
+    if "--resume" in argv and "--logdir" in argv[:-1]:
+        logdir = Path(argv[argv.index("--logdir") + 1])
+        values = load_latest(logdir, "cpu")["args"] | values
+    return tyro.cli(Args, args=argv, default=Args(**values), description=__doc__)
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line; returns the exit code: 0, 2 for a wrong argument, 128 + n after signal n."""
+    try:
+        if argv[:1] == ["play"]:
+            play(tyro.cli(PlayArgs, args=argv[1:], description=play.__doc__))
+            return 0
+        args = parse_args(argv)
+        validate(args)
+        if args.explain:
+            explain(args)
+            return 0
+        signum = train(args)["signal"]
+        return 128 + signum if signum else 0
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
