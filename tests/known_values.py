@@ -1,0 +1,118 @@
+"""Small environments whose answers are known exactly, to hold a training loop against."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+
+class SmallEnv(gymnasium.Env):
+    """Box observations and actions, and all state in `self.state` and the generator, so that it can be saved."""
+
+    def __init__(self, obs_dim: int, action_dim: int = 1, render_mode: str | None = None) -> None:
+        self.observation_space = spaces.Box(-np.inf, np.inf, (obs_dim,), np.float32)
+        self.action_space = spaces.Box(-1.0, 1.0, (action_dim,), np.float32)
+        self.render_mode = render_mode
+        self.state = np.zeros(obs_dim)
+
+    def observe(self) -> np.ndarray:
+        return self.state.astype(np.float32)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"state": self.state.copy(), "rng": self.np_random.bit_generator.state}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.state = np.array(state["state"])
+        self.np_random.bit_generator.state = state["rng"]
+
+
+class KnownValuesEnv(SmallEnv):
+    """Every step earns 1, and the episode terminates in k steps, where k is the observation (1,), float32.
+
+    So V(k) = 1 + gamma + ... + gamma^(k-1) = (1 - gamma^k) / (1 - gamma) under every policy. Episodes start at
+    k = 1 .. 8; under a time limit of 5 some terminate early, some terminate on the limit, and some are truncated
+    while k = 1, 2 or 3 steps were still to come, and worth something.
+    """
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        super().__init__(obs_dim=1, render_mode=render_mode)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.state[0] = self.np_random.integers(1, 9)
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.state[0] -= 1
+        return self.observe(), 1.0, bool(self.state[0] == 0), False, {}
+
+
+def known_value(k: Any, gamma: float) -> Any:
+    """V(k) of KnownValuesEnv."""
+    return (1 - gamma**k) / (1 - gamma)
+
+
+class TargetEnv(SmallEnv):
+    """Episodes of one step: the reward is minus the squared distance of the action from half the observation.
+
+    The observation is uniform in [-1, 1], so the best return is 0, at action = obs / 2; always answering 0 earns
+    -E[(obs/2)^2] = -1/12 = -0.083.
+    """
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        super().__init__(obs_dim=1, render_mode=render_mode)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.state[0] = self.np_random.uniform(-1, 1)
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        return self.observe(), -float((float(action[0]) - self.state[0] / 2) ** 2), True, False, {}
+
+
+class PoisonEnv(SmallEnv):
+    """Fine until its step number `at`, then `what` ("reward" or "obs") is `value`, if its seed is `seed`."""
+
+    def __init__(
+        self,
+        what: str = "reward",
+        value: float = np.nan,
+        at: int = 20,
+        seed: int = 3,
+        render_mode: str | None = None,
+    ) -> None:
+        super().__init__(obs_dim=2, render_mode=render_mode)
+        self.what, self.value, self.at, self.poisoned_seed = what, value, at, seed
+        self.poisoned = False
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        if seed is not None:
+            self.poisoned = seed == self.poisoned_seed
+            self.state[:] = 0  # state[0]: steps since the seed, over all episodes
+        self.state[1] = self.np_random.normal()
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.state[0] += 1
+        self.state[1] = self.np_random.normal()
+        obs, reward = self.observe(), float(action[0])
+        if self.poisoned and self.state[0] == self.at:
+            if self.what == "reward":
+                reward = self.value
+            else:
+                obs[1] = self.value
+        return obs, reward, False, False, {}
+
+
+for _name, _class in {"KnownValues": KnownValuesEnv, "Target": TargetEnv, "Poison": PoisonEnv}.items():
+    gymnasium.register(f"{_name}-v0", entry_point=_class)
+for _what in ("reward", "obs"):
+    for _value in (np.nan, np.inf):
+        gymnasium.register(
+            f"Poison-{_what}-{_value}-v0", entry_point=PoisonEnv, kwargs={"what": _what, "value": _value}
+        )
