@@ -7,6 +7,7 @@ one thing that may differ is the noise generator's phase, which can only be hear
 """
 
 import ctypes
+import sys
 from functools import cache
 from typing import Any
 
@@ -58,7 +59,7 @@ class _FceummLibrary:
         # each would wait for every other thread of the process.
         self._library = library = ctypes.PyDLL(str(library_path("fceumm")))
         self.owner: FceummCore | None = None
-        self.buttons = 0
+        self._buttons = 0
         self._video = (0, 0)  # address and bytes per row of the last frame, RGB 5-6-5
         number, size, address = ctypes.c_uint, ctypes.c_size_t, ctypes.c_void_p
         callbacks = {
@@ -84,7 +85,8 @@ class _FceummLibrary:
         library.retro_serialize.argtypes = library.retro_unserialize.argtypes = [address, size]
         library.retro_serialize.restype = library.retro_unserialize.restype = ctypes.c_bool
         self.ram = view(library.retro_get_memory_data(number(2)), RAM_SIZE)  # RETRO_MEMORY_SYSTEM_RAM
-        self.run = library.retro_run
+        self._run = library.retro_run
+        self._escaped: BaseException | None = None
         self.state_size = library.retro_serialize_size()
         self.first_state = self.save()
         five, six = (np.arange(32) * 255 + 15) // 31, (np.arange(64) * 255 + 31) // 63
@@ -107,7 +109,26 @@ class _FceummLibrary:
         self._video = (address, pitch)
 
     def _input_state(self, port: int, device: int, index: int, button: int) -> int:
-        return int(port == 0 and device == 1 and button < 9 and self.buttons & self._JOYPAD[button] != 0)
+        return int(port == 0 and device == 1 and button < 9 and self._buttons & self._JOYPAD[button] != 0)
+
+    def run(self, buttons: int) -> None:
+        """Emulate one frame.
+
+        A signal that arrives meanwhile (Ctrl-C) has its Python handler run in one of the callbacks, and what it raises
+        cannot pass through C: ctypes hands it to `sys.unraisablehook`, from where it is raised again here.
+        """
+        self._buttons = buttons
+        hook, sys.unraisablehook = sys.unraisablehook, self._catch
+        try:
+            self._run()
+        finally:
+            sys.unraisablehook = hook
+        if self._escaped is not None:
+            escaped, self._escaped = self._escaped, None
+            raise escaped
+
+    def _catch(self, unraisable: Any) -> None:
+        self._escaped = unraisable.exc_value
 
     def save(self) -> np.ndarray:
         state = np.empty(self.state_size, np.uint8)
@@ -159,9 +180,7 @@ class FceummCore:
         self.load(self._library.first_state)
 
     def step(self, buttons: int) -> None:
-        library = self._claim()
-        library.buttons = buttons
-        library.run()
+        self._claim().run(buttons)
 
     def poke(self, address: int, value: int) -> None:
         self._claim().ram[address] = value

@@ -103,6 +103,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         max_pool: take the brighter of each pixel of the last two frames, against flicker (Mnih et al. 2015).
         mask_score: blank the screen's top rows, which show score, coins and time.
         reward: "shaped", "document", or your own `RewardTerms`.
+        reward_scale: replaces the scale of these terms.
         stuck_steps: decisions without new ground after which the episode ends like a death; 0 for never.
         max_episode_steps: decisions after which the episode is truncated; 0 for never (the game's clock ends
             it).
@@ -131,6 +132,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         max_pool: bool = False,
         mask_score: bool = False,
         reward: str | RewardTerms = "shaped",
+        reward_scale: float | None = None,
         stuck_steps: int = 150,
         max_episode_steps: int = 0,
         noop_max: int = 0,
@@ -160,7 +162,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         self.stages = _parse_stages(stage)
         self.backend = resolve_backend(backend)
         self.buttons = ACTION_SETS[action_set]
-        self.reward_terms = reward
+        self.reward_terms = reward if reward_scale is None else reward._replace(scale=reward_scale)
         self.skip, self.max_pool, self.mask_score = skip, max_pool, mask_score
         self.stuck_steps, self.max_episode_steps, self.noop_max = stuck_steps, max_episode_steps, noop_max
         self.sticky_action_probability, self.full_info, self.render_mode = sticky, full_info, render_mode
@@ -241,6 +243,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
 
     def close(self) -> None:
         """Give the emulator's memory back."""
+        self._playing = False
         self._game.core.close()
 
     def get_state(self) -> dict[str, Any]:

@@ -19,6 +19,7 @@ for it, only found.
 
 import ctypes
 import importlib.util
+import weakref
 from functools import cache
 from pathlib import Path
 from typing import Any, Protocol
@@ -175,7 +176,7 @@ class NesPyCore:
         return self._emulator.ram
 
     def power_on(self) -> None:
-        if self._history:  # the console's reset button leaves RAM as it is, so take a new console
+        if self._history or self._emulator is None:  # the reset button leaves RAM as it is, so take a new console
             self._insert_cartridge()
         self._emulator.reset()
         self._history, self._slot = [], None
@@ -220,7 +221,7 @@ class NesPyCore:
     def close(self) -> None:
         if self._emulator is not None:
             self._emulator.close()
-            self._emulator = None
+        self._emulator = self._slot = None
 
 
 @cache
@@ -247,6 +248,8 @@ class _NesPy8:
         self._screen = view(self._library.Screen(console), SCREEN_HEIGHT * SCREEN_WIDTH * 4)
         self._buttons = view(self._library.Controller(console, 0), 1)
         self._step = self._library.Step
+        self._free = weakref.finalize(self, self._library.Close, self._console)
+        self._free.atexit = False
 
     def step(self, buttons: int) -> None:
         self._buttons[0] = buttons
@@ -266,7 +269,7 @@ class _NesPy8:
 
     def close(self) -> None:
         self.ram = self._screen = self._buttons = np.zeros(RAM_SIZE, np.uint8)  # nobody may read freed memory
-        self._library.Close(self._console)
+        self._free()
 
 
 class _NesPy9:

@@ -1,6 +1,7 @@
 """Super Mario Bros on the real emulators: what is installed is tested, nothing stands in for it."""
 
 import hashlib
+import signal
 import subprocess
 import sys
 import warnings
@@ -22,7 +23,7 @@ from envs.mario import (
     RewardTerms,
     available_backends,
 )
-from envs.nes_core import RIGHT, A, B, make_core
+from envs.nes_core import RIGHT, A, B, NesCore, make_core
 
 NOOP, WALK, RUN, RUN_JUMP, JUMP, LEFT = 0, 1, 3, 4, 5, 6  # of the "simple" action set
 
@@ -82,6 +83,11 @@ def play_episode(env: MarioEnv, actions: Any) -> tuple[float, dict[str, Any]]:
         if terminated or truncated:
             return total, info
     raise AssertionError("the actions ran out before the episode did")
+
+
+def play_frames(core: NesCore, count: int) -> None:
+    for _ in range(count):
+        core.step(0)
 
 
 def random_actions(count: int, seed: int = 0) -> list[int]:
@@ -340,9 +346,12 @@ def test_the_step_limit_truncates(fceumm: str) -> None:
 def test_the_games_clock_kills(fceumm: str) -> None:
     env = MarioEnv("1-1", fceumm, stuck_steps=0)
     env.reset(seed=0)
+    for address, digit in ((0x7F8, 0), (0x7F9, 2), (0x7FA, 0)):
+        env._game.core.poke(address, digit)
+    env._game.measure()
     total, info = play_episode(env, repeat(NOOP))
     assert (info["death"], info["time"], info["max_x"]) == (True, 0, 40)
-    assert total == pytest.approx((-400 - 50) / 10)
+    assert total == pytest.approx((-20 - 50) / 10)
 
 
 def test_a_warp_out_of_the_stage_ends_the_episode_without_the_flag(fceumm: str) -> None:
@@ -422,6 +431,9 @@ def test_reward_terms_and_scale(fceumm: str) -> None:
         env.reset(seed=0)
         returns[name], info = play_episode(env, repeat(RUN))
     assert returns["document"] == pytest.approx(info["document_return"])
+    scaled = MarioEnv("1-1", fceumm, reward="document", reward_scale=0.01)
+    scaled.reset(seed=0)
+    assert play_episode(scaled, repeat(RUN))[0] == pytest.approx(returns["document"] / 100)
     assert returns["own"] == pytest.approx(0.5 * (2.0 * (info["max_x"] - 40) - 7.0))
 
 
@@ -467,7 +479,7 @@ def test_sticky_actions_hold_the_last_buttons_a_quarter_of_the_frames(fceumm: st
 
     env._game.frame = record  # type: ignore[method-assign]
     late = []
-    for decision in range(1000):
+    for decision in range(600):
         pressed.clear()
         action = (NOOP, JUMP)[decision % 2]
         env.step(action)
@@ -475,7 +487,7 @@ def test_sticky_actions_hold_the_last_buttons_a_quarter_of_the_frames(fceumm: st
         late.append(pressed[0] != wanted)
         assert pressed == sorted(pressed, key=lambda buttons: buttons == wanted)  # once obeyed, obeyed to the end
     # The first frame sees the last decision's buttons with probability 1/4 (less 1/256, when that one never came).
-    assert 0.21 < np.mean(late) < 0.29
+    assert 0.19 < np.mean(late) < 0.31
 
 
 def test_noop_starts_wait_zero_to_noop_max_frames(fceumm: str) -> None:
@@ -535,7 +547,7 @@ def test_environments_of_one_process_do_not_disturb_each_other(backend: str) -> 
 
 
 def test_a_restored_environment_repeats_itself_bit_for_bit(backend: str) -> None:
-    before, after = (200, 200) if backend == "fceumm" else (100, 100)  # nes_py restores by playing it all again
+    before, after = (200, 200) if backend == "fceumm" else (60, 60)  # nes_py restores by playing it all again
     options = {
         "noop_max": 30,
         "sticky_action_probability": 0.25,
@@ -624,6 +636,39 @@ def test_a_picture_that_another_environment_overwrote_is_not_passed_off_as_ours(
     with pytest.raises(RuntimeError, match="another environment"):
         first.rgb()
     assert second.rgb().size == (256, 240)
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX timers")
+def test_ctrl_c_is_not_swallowed_by_the_emulator(backend: str) -> None:
+    """A handler's exception must reach the caller, although libretro cores call Python from C."""
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(signum: int, frame: Any) -> None:
+        raise Interrupted
+
+    core = make_core(backend)
+    core.power_on()
+    previous = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        for _ in range(5):
+            signal.setitimer(signal.ITIMER_REAL, 0.02)
+            with pytest.raises(Interrupted):
+                play_frames(core, 20_000)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_a_closed_environment_can_be_reset(backend: str) -> None:
+    env = MarioEnv("1-1", backend)
+    first, _ = env.reset(seed=0)
+    env.close()
+    env.close()
+    with pytest.raises(ResetNeeded):
+        env.step(0)
+    assert np.array_equal(env.reset(seed=0)[0], first)
 
 
 @pytest.mark.parametrize(
