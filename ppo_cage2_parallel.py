@@ -1,0 +1,1321 @@
+"""PPO for a network defender: CAGE Challenge 2, a 13-host network against scripted attackers.
+
+    python ppo_cage2_parallel.py                                             # one defender against all attackers
+    python ppo_cage2_parallel.py --configs document                          # 25 environments, all 145 actions
+    python ppo_cage2_parallel.py play --logdir runs/... --red-agent meander  # watch the best checkpoint defend
+
+A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.json, TensorBoard events,
+progress.csv and timing.csv (a row an update), eval.csv, best.pt, latest.pt, curves.png. Stop it at any time;
+`--resume --logdir D` continues it, on a CPU bit for bit. Read the file from top to bottom: arguments, agent,
+mathematics, environments, files, training, playing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import difflib
+import fcntl
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections import Counter
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import gymnasium as gym
+import matplotlib.figure
+import numpy as np
+import PIL.Image
+import torch
+import torch.nn as nn
+import tyro
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector.utils import batch_space
+from torch.utils.tensorboard import SummaryWriter
+
+from envs.cage2 import ACTION_NAMES, DECOYS, EXPLOITS, HOSTS, Cage2Env, Cage2VecEnv
+from envs.cage2.scenario import DECOY_CHECKS, DECOY_FITS, LISTENING
+from envs.subproc_vec_env import SubprocVecEnv
+
+SCRIPT = Path(__file__).stem
+FORMAT = "ppo_cage2_parallel/1"  # what a checkpoint holds; a copy of the script keeps it
+
+
+# ==========================================================================================================
+# Arguments
+# ==========================================================================================================
+@dataclass
+class Args:
+    # --- the run
+    env_id: str = "CAGE2-v0"
+    """the only game this script knows"""
+    seed: int = 1
+    """seed of networks, sampling and environments (environment n gets seed + n)"""
+    total_timesteps: int = 30_000_000
+    """environment steps of the whole run, summed over environments"""
+    logdir: str | None = None
+    """run folder; default runs/{env_id}__{script}__{seed}__{time}"""
+    resume: bool = False
+    """continue the run in --logdir from its latest.pt"""
+    device: str = "cpu"
+    """torch device: cpu, cuda, cuda:1, ... (networks this small are faster on a CPU)"""
+    torch_threads: int = 1
+    """CPU threads of torch; 2 help where two cores are free and minibatches are large"""
+    torch_deterministic: bool = True
+    """ask torch for deterministic algorithms, so that equal seeds give equal runs"""
+    compile: bool = True
+    """torch.compile the policy and the gradient: about twice as fast after 10-30 s of compiling"""
+    eval_every: int = 1_000_000
+    """environment steps between evaluations; 0: only at the end"""
+    eval_episodes: int = 200
+    """episodes of an evaluation against each red agent, with fixed seeds and deterministic actions"""
+    save_every: int = 2_000_000
+    """environment steps between writes of latest.pt; 0: only at the end"""
+    track: bool = False
+    """log to Weights & Biases too (pip install wandb)"""
+    capture_video: bool = False
+    """write a GIF of an episode at each evaluation to videos/"""
+    explain: bool = False
+    """print the derived sizes and an estimate of the time, and stop"""
+
+    # --- the environments
+    num_envs: int = 256
+    """parallel environments N"""
+    num_workers: int | None = None
+    """processes (subproc) that step the environments; default: the CPU cores"""
+    vec_env: Literal["batch", "subproc"] = "batch"
+    """batch: all games in one compiled loop; subproc: our processes, each with some of the games"""
+    red_agent: Literal["mixed", "b_line", "meander", "sleep"] = "mixed"
+    """who attacks; mixed: drawn anew for each episode, and Blue is not told"""
+    green: bool = False
+    """let Green scan ports as users do (the published scores are without)"""
+    version: Literal["leaderboard", "head"] = "leaderboard"
+    """leaderboard: the rules of the published scores; head: those of CybORG's last commit, where Restore is weaker"""
+    wrapper: Literal["challenge", "cardiff"] = "challenge"
+    """challenge: the official observation; cardiff: that of the winner's repository"""
+    max_steps: int = 100
+    """steps of an episode; the time limit is a truncation"""
+    finite_horizon: bool = False
+    """let the episode terminate at the limit instead, and add the share of it that has passed to the observation"""
+    actions: Literal["reduced", "full"] = "reduced"
+    """full: all 145; reduced: on 9 hosts Analyse, Remove, Restore and "the next decoy", 36 in all"""
+    memory: bool = True
+    """give Blue what it has seen and done so far in the episode as further inputs"""
+
+    # --- PPO
+    num_steps: int = 100
+    """steps T per environment and rollout; a batch is N*T transitions"""
+    learning_rate: float = 1e-3
+    """Adam's step size at the start"""
+    anneal_lr: bool = True
+    """let the learning rate decay linearly to 0 over the run"""
+    gamma: float = 0.99
+    """discount per step"""
+    gae_lambda: float = 0.95
+    """lambda of generalised advantage estimation: 0 trusts the critic, 1 the sampled return"""
+    reward_scale: float = 0.1
+    """rewards are multiplied by this for learning; reports show the game's own"""
+    num_minibatches: int = 8
+    """minibatches of an epoch; must divide N*T"""
+    update_epochs: int = 4
+    """passes over each batch"""
+    norm_adv: bool = True
+    """normalise advantages to mean 0 and standard deviation 1"""
+    norm_adv_scope: Literal["minibatch", "batch", "per_env"] = "minibatch"
+    """what that mean and standard deviation are taken over"""
+    clip_coef: float = 0.2
+    """epsilon: a probability ratio earns nothing beyond 1 +- epsilon"""
+    clip_vloss: bool = False
+    """clip the critic's change too (OpenAI Baselines; later studies found no gain)"""
+    ent_coef: float = 0.01
+    """weight of the entropy bonus at the start"""
+    anneal_ent: bool = True
+    """let the entropy bonus decay linearly to 0 over the run"""
+    vf_coef: float = 0.5
+    """weight of the value loss, which is half the mean squared error"""
+    max_grad_norm: float | None = 0.5
+    """l2 norm that the gradients of actor and critic are clipped to, together; None: no clipping"""
+    target_kl: float | None = None
+    """end the update when a minibatch's approximate KL (k3) exceeds this; None: never"""
+    hidden_sizes: tuple[int, ...] = (64, 64)
+    """tanh units in the layers of actor and critic"""
+
+    @property
+    def batch_size(self) -> int:
+        return self.num_envs * self.num_steps
+
+    @property
+    def minibatch_size(self) -> int:
+        return self.batch_size // self.num_minibatches
+
+    @property
+    def num_updates(self) -> int:
+        return self.total_timesteps // self.batch_size
+
+
+# `--configs a b` layers presets from left to right; flags win last.
+PRESETS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "head": {"version": "head"},
+    "fast": {"total_timesteps": 2_000_000, "eval_every": 250_000, "save_every": 500_000},
+    "debug": {"total_timesteps": 20_000, "num_envs": 20, "num_minibatches": 2, "update_epochs": 2, "max_steps": 30,
+              "eval_every": 5_000, "eval_episodes": 10, "save_every": 4_000, "compile": False},
+    "document": {"total_timesteps": 125_000, "num_envs": 25, "version": "head", "red_agent": "meander",
+                 "actions": "full", "memory": False, "learning_rate": 2e-3, "anneal_lr": False,
+                 "num_minibatches": 1, "norm_adv_scope": "batch", "anneal_ent": False,
+                 "eval_every": 12_500, "save_every": 25_000},
+}  # fmt: skip
+
+# What a resumed run may change; any other difference would make it another run.
+RESUMABLE = {"total_timesteps", "logdir", "resume", "device", "torch_threads", "num_workers", "eval_every",
+             "eval_episodes", "save_every", "track", "capture_video", "explain"}  # fmt: skip
+
+
+class UsageError(ValueError):
+    """A mistake in what was asked for; the message says, in one sentence, what to change."""
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def check_ranges(args: Args) -> None:
+    """Raise UsageError for a value outside its range: what holds for every PPO script."""
+    ranges = {
+        "at least 1": (lambda x: x >= 1, ["total_timesteps", "num_envs", "num_steps", "num_minibatches",
+                                          "update_epochs", "eval_episodes", "torch_threads", "num_workers"]),
+        "positive": (lambda x: x > 0, ["learning_rate", "clip_coef", "max_grad_norm", "target_kl"]),
+        "at least 0": (lambda x: x >= 0, ["eval_every", "save_every", "ent_coef", "vf_coef", "seed"]),
+        "in [0, 1]": (lambda x: 0 <= x <= 1, ["gamma", "gae_lambda"]),
+    }  # fmt: skip
+    for condition, (holds, names) in ranges.items():
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and not holds(value):
+                raise UsageError(f"{flag(name)} must be {condition}, not {value}.")
+    batch = f"{args.batch_size} (num_envs {args.num_envs} x num_steps {args.num_steps})"
+    if args.total_timesteps < args.batch_size:
+        raise UsageError(f"--total-timesteps {args.total_timesteps} is less than one batch of {batch}.")
+    if args.batch_size % args.num_minibatches:
+        raise UsageError(f"--num-minibatches {args.num_minibatches} does not divide the batch of {batch}.")
+    if args.norm_adv and args.minibatch_size < 2:
+        raise UsageError(f"Minibatches of 1 cannot be normalised: lower --num-minibatches {args.num_minibatches}.")
+    if args.resume and args.logdir is None:
+        raise UsageError("--resume needs --logdir, the folder of the run to continue.")
+    if args.device != "cpu" and not (args.device.startswith("cuda") and torch.cuda.is_available()):
+        raise UsageError(
+            f"--device {args.device} is not available here; use cpu" + ", cuda." * torch.cuda.is_available()
+        )
+
+
+def validate(args: Args) -> None:
+    """Raise UsageError, one sentence with the numbers in it, for arguments that cannot work."""
+    check_ranges(args)
+    if args.env_id != "CAGE2-v0":
+        raise UsageError(f"This script plays CAGE2-v0 alone, not {args.env_id!r}; leave --env-id out.")
+    if args.max_steps < 1:
+        raise UsageError(f"--max-steps must be at least 1, not {args.max_steps}.")
+    if args.reward_scale <= 0:
+        raise UsageError(f"--reward-scale must be positive, not {args.reward_scale}.")
+
+
+# ==========================================================================================================
+# Agent
+# ==========================================================================================================
+class Tanh(nn.Module):
+    """tanh(x) = 2 sigmoid(2x) - 1: torch's vectorised sigmoid takes a fifth of the time of its tanh on a CPU."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 2 * torch.sigmoid(2 * x) - 1
+
+
+def layer_init(layer: Any, std: float = math.sqrt(2)) -> Any:
+    """Orthogonal weights of gain `std`, zero biases (detail 2)."""
+    nn.init.orthogonal_(layer.weight, std)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def mlp(sizes: list[int], output_std: float) -> nn.Sequential:
+    """Tanh layers of these widths; the last one is linear, with gain `output_std`."""
+    layers: list[nn.Module] = []
+    for n_in, n_out in itertools.pairwise(sizes[:-1]):
+        layers += [layer_init(nn.Linear(n_in, n_out)), Tanh()]
+    return nn.Sequential(*layers, layer_init(nn.Linear(sizes[-2], sizes[-1]), output_std))
+
+
+class Agent(nn.Module):
+    """A categorical policy and a critic: two networks."""
+
+    def __init__(self, envs: VectorEnv, args: Args) -> None:
+        super().__init__()
+        obs_dim = math.prod(envs.single_observation_space.shape)  # type: ignore[arg-type]
+        num_actions = int(envs.single_action_space.n)  # type: ignore[attr-defined]
+        # details 13, 26: nothing is shared. A policy head of gain 0.01 starts uniform for every observation.
+        self.actor = mlp([obs_dim, *args.hidden_sizes, num_actions], output_std=0.01)
+        self.critic = mlp([obs_dim, *args.hidden_sizes, 1], output_std=1.0)
+
+    def get_value(self, obs: torch.Tensor) -> torch.Tensor:
+        """(batch, obs_dim) -> V(s), (batch,)."""
+        return self.critic(obs).squeeze(-1)
+
+    def get_action(self, obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        """argmax(logits(s) + noise), (batch,): a sample for noise (batch, num_actions) of the standard Gumbel
+        distribution (Gumbel 1954; Maddison et al. 2014), the mode for zeros."""
+        return (self.actor(obs) + noise).argmax(-1)
+
+    def get_action_and_value(
+        self, obs: torch.Tensor, action: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(batch, obs_dim) -> action int64, log pi(a|s), entropy, V(s), each (batch,)."""
+        log_probs = torch.log_softmax(self.actor(obs), -1)
+        if action is None:
+            action = (log_probs + gumbel_noise(log_probs.shape, log_probs.device)).argmax(-1)
+        log_prob = log_probs.gather(-1, action[:, None]).squeeze(-1)
+        entropy = -(log_probs.exp() * log_probs).sum(-1)
+        return action, log_prob, entropy, self.get_value(obs)
+
+    def networks(self) -> list[list[nn.Parameter]]:
+        """Its parameters: the actor's, then the critic's."""
+        return [[*self.actor.parameters()], [*self.critic.parameters()]]
+
+
+def gumbel_noise(shape: tuple[int, ...], device: Any, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Samples of the standard Gumbel distribution, -log(E) for E exponential."""
+    return torch.empty(shape, device=device).exponential_(generator=generator).log_().neg_()
+
+
+# ==========================================================================================================
+# The mathematics
+# ==========================================================================================================
+def compute_gae(
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    next_values: torch.Tensor,
+    terminations: torch.Tensor,
+    truncations: torch.Tensor,
+    gamma: float,
+    gae_lambda: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016, eq. 16), for each environment on its own.
+
+    All tensors are (num_steps, num_envs). Step t of environment n led, with reward `rewards[t, n]`, from a state of
+    value `values[t, n]` to a state of value `next_values[t, n]`: the state it really led to, the final one where
+    the episode ended, never the reset one. Returns (advantages, returns); the returns are the critic's targets.
+
+        delta_t = r_t + gamma V(s_{t+1}) (1 - terminated_t) - V(s_t)
+        A_t     = delta_t + gamma lambda (1 - ended_t) A_{t+1},     R_t = A_t + V(s_t)
+
+    A terminated episode has no future, so V(s') is dropped. An episode cut by a time limit, or by the end of the
+    rollout, has a future, and V(s') stands for it (Pardo et al. 2018). Either end stops the recursion, because
+    the next row belongs to another episode.
+    """
+    terminated, ended = terminations.to(rewards.dtype), (terminations | truncations).to(rewards.dtype)
+    deltas = rewards + gamma * next_values * (1 - terminated) - values
+    decay = gamma * gae_lambda * (1 - ended)
+    advantages = torch.empty_like(rewards)
+    advantage = torch.zeros_like(rewards[0])
+    for t in reversed(range(len(rewards))):  # detail 5
+        advantage = deltas[t] + decay[t] * advantage
+        advantages[t] = advantage
+    return advantages, advantages + values
+
+
+def normalize_advantages(advantages: torch.Tensor, per_env: bool = False) -> torch.Tensor:
+    """(A - mean) / (std + 1e-8), over all entries, or over the steps of each environment (num_steps, num_envs)."""
+    dims = (0,) if per_env else tuple(range(advantages.ndim))
+    mean, std = advantages.mean(dims, keepdim=True), advantages.std(dims, keepdim=True)
+    return (advantages - mean) / (std + 1e-8)
+
+
+def ppo_loss(
+    agent: Agent,
+    obs: torch.Tensor,
+    actions: torch.Tensor,
+    old_log_probs: torch.Tensor,
+    old_values: torch.Tensor,
+    advantages: torch.Tensor,
+    returns: torch.Tensor,
+    args: Args,
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """PPO's loss on a minibatch (Schulman et al. 2017, eq. 9 with the sign turned) and its metrics, all scalars.
+
+    obs (batch, obs_dim), actions (batch, ...) as they were sampled, the rest (batch,). With the probability ratio
+    rho = pi(a|s) / pi_old(a|s),
+
+        loss = -mean(min(rho A, clip(rho, 1 - eps, 1 + eps) A)) + vf_coef 0.5 mean((V - R)^2) - ent_coef mean(H)
+
+    The minimum takes away the incentive to move rho above 1 + eps where A > 0 and below 1 - eps where A < 0; it
+    does not hold rho there, and it keeps the way back open.
+    """
+    _, log_probs, entropy, values = agent.get_action_and_value(obs, actions)
+    if args.norm_adv and args.norm_adv_scope == "minibatch":
+        advantages = normalize_advantages(advantages)  # detail 7
+    log_ratio = log_probs - old_log_probs
+    ratio = log_ratio.exp()
+    clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    policy_loss = -torch.min(ratio * advantages, clipped_ratio * advantages).mean()  # detail 8
+    squared_error = (values - returns) ** 2
+    if args.clip_vloss:  # detail 9
+        clipped_values = old_values + (values - old_values).clamp(-args.clip_coef, args.clip_coef)
+        squared_error = torch.max(squared_error, (clipped_values - returns) ** 2)
+    value_loss = 0.5 * squared_error.mean()
+    entropy = entropy.mean()
+    loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy  # detail 10
+    ratio, log_ratio = ratio.detach(), log_ratio.detach()
+    return loss, {  # detail 12; the KL estimators are k1 and k3 of Schulman's note "Approximating KL divergence"
+        "policy_loss": policy_loss.detach(),
+        "value_loss": value_loss.detach(),
+        "entropy": entropy.detach(),
+        "old_approx_kl": -log_ratio.mean(),
+        "approx_kl": (ratio - 1 - log_ratio).mean(),
+        "clip_fraction": ((ratio - 1).abs() > args.clip_coef).to(ratio.dtype).mean(),
+    }
+
+
+LOSS_METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clip_fraction")
+APPROX_KL = LOSS_METRICS.index("approx_kl")
+
+
+def ppo_gradients(agent: Agent, minibatch: Any, args: Args) -> tuple[list[torch.Tensor], torch.Tensor]:
+    """The gradient of `ppo_loss`, a flat vector for each of `agent.networks()`, and LOSS_METRICS as a vector."""
+    loss, metrics = ppo_loss(agent, *minibatch, args=args)  # type: ignore[misc]
+    networks = agent.networks()
+    gradients = iter(torch.autograd.grad(loss, [p for network in networks for p in network]))
+    flat = [torch.cat([next(gradients).reshape(-1) for _ in network]) for network in networks]
+    return flat, torch.stack([metrics[name] for name in LOSS_METRICS])
+
+
+def flatten_parameters(network: list[nn.Parameter]) -> nn.Parameter:
+    """Move parameters into one vector and make them views of it.
+
+    Clipping and Adam then handle one long tensor instead of a dozen short ones, half the cost of a small step.
+    """
+    flat = torch.cat([p.detach().reshape(-1) for p in network])
+    for p, part in zip(network, flat.split([p.numel() for p in network]), strict=True):
+        p.data = part.view_as(p)
+    return nn.Parameter(flat)
+
+
+def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
+    """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one no better than a constant, nan if R is constant.
+
+    It does not see a constant error of V, which is why the mean absolute error is logged beside it.
+    """
+    variance = returns.var(correction=0)
+    return math.nan if variance == 0 else float(1 - (returns - values).var(correction=0) / variance)
+
+
+# ==========================================================================================================
+# Environments and evaluation
+# ==========================================================================================================
+RED_MIXTURE = {"b_line": 0.5, "meander": 0.45, "sleep": 0.05}  # of --red-agent mixed, for each episode
+HORIZONS = (30, 50, 100)  # the episode lengths of the published scores
+
+# What each of the 145 actions is: a verb and a host (none for Sleep and Monitor).
+VERB_AND_HOST = [(name.split()[0], HOSTS.index(name.split()[1]) if " " in name else -1) for name in ACTION_NAMES]
+
+# The decoys that can run on each host, those against red's favourite exploits first: 41 (host, decoy) slots.
+DECOY_SLOTS = [
+    (host, d)
+    for host in range(len(HOSTS))
+    for d in sorted(range(len(DECOYS)), key=lambda d: -EXPLOITS[DECOYS[d].stops].weight)
+    if DECOY_FITS[d] >> host & 1 and not LISTENING[host] & DECOY_CHECKS[d]
+]
+
+# The reduced actions are those of the challenge's winner (CardiffUni): four verbs on the nine hosts of consequence.
+# The fourth, "the next decoy", depends on what stands there; with all decoys up, it does nothing.
+REDUCED_HOSTS = [HOSTS.index(h) for h in ("Defender", "Enterprise0", "Enterprise1", "Enterprise2", "Op_Server0",
+                                          "User1", "User2", "User3", "User4")]  # fmt: skip
+REDUCED_ACTIONS = [VERB_AND_HOST.index((verb, host)) for verb in ("Analyse", "Remove", "Restore")
+                   for host in REDUCED_HOSTS]  # fmt: skip
+
+
+class Memory(VectorWrapper):
+    """What Blue has seen and done in this episode, as further inputs; and its reduced actions as the game's own.
+
+    Everything is computed from Blue's own observations and actions, which a real defender would have too. For each
+    host: how long ago it was last seen scanned, seen exploited, analysed, cleaned and restored (a trace that is 1 then
+    and fades), whether it was ever scanned and exploited, which decoys were started since its last Restore; and how
+    long the episode has lasted (two fading traces). A trace m moves by m <- m FADE[action], then up to SET[action]
+    where that is more: the memory of an action is a row of a table.
+
+    With `memory` False observations stay as they are; with `reduced` False so do actions. With `horizon` the episode
+    terminates after so many steps, and the share of them that has passed is an input too.
+    """
+
+    FADING = 0.8  # of traces, a step
+    KINDS = ("Analyse", "Remove", "Restore", "Scan", "Exploit")
+
+    def __init__(self, env: VectorEnv, memory: bool, reduced: bool, horizon: int | None = None) -> None:
+        super().__init__(env)
+        self.memory, self.reduced, self.horizon = memory, reduced, horizon
+        hosts, slots = len(HOSTS), len(DECOY_SLOTS)
+        self.traces = slice(0, len(self.KINDS) * hosts)
+        self.seen = slice(3 * hosts, 5 * hosts)  # the traces of Scan and Exploit
+        self.ever = slice(5 * hosts, 7 * hosts)
+        self.decoys = slice(7 * hosts, 7 * hosts + slots)
+        self.clocks = slice(7 * hosts + slots, 7 * hosts + slots + 2)
+        size = self.clocks.stop
+        self.fade = np.ones((len(ACTION_NAMES), size), np.float32)
+        self.fade[:, self.traces] = self.FADING
+        self.fade[:, self.clocks] = 0.7, 0.95
+        self.set = np.zeros((len(ACTION_NAMES), size), np.float32)
+        for action, (verb, host) in enumerate(VERB_AND_HOST):
+            if verb in self.KINDS:
+                self.set[action, self.KINDS.index(verb) * hosts + host] = 1
+            for slot, (slot_host, d) in enumerate(DECOY_SLOTS):
+                if host == slot_host and verb == "Restore":
+                    self.fade[action, self.decoys.start + slot] = 0
+                if host == slot_host and verb == f"Decoy{DECOYS[d].name}":
+                    self.set[action, self.decoys.start + slot] = 1
+        self.start = np.zeros(size, np.float32)
+        self.start[self.clocks] = 1
+        self.now = np.tile(self.start, (self.num_envs, 1))  # (num_envs, size)
+        self.steps = np.zeros(self.num_envs, np.float32)
+
+        # next_decoy[h, k]: the action that starts decoy k of host h, with the last one repeated at the end.
+        self.slots_of = np.array([[h == host for h, _ in DECOY_SLOTS] for host in range(hosts)], np.float32)
+        starters = [[VERB_AND_HOST.index((f"Decoy{DECOYS[d].name}", h)) for h, d in DECOY_SLOTS if h == host]
+                    for host in range(hosts)]  # fmt: skip
+        longest = max(map(len, starters))
+        self.next_decoy = np.array([(s + s[-1:] * (longest + 1))[: longest + 1] for s in starters])
+        extra = size * memory + (horizon is not None)
+        obs_dim = env.single_observation_space.shape[0] + extra  # type: ignore[index]
+        self.single_observation_space = gym.spaces.Box(0.0, 1.0, (obs_dim,), np.float32)
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        if reduced:
+            self.single_action_space = gym.spaces.Discrete(len(REDUCED_ACTIONS) + len(REDUCED_HOSTS))
+            self.action_space = batch_space(self.single_action_space, self.num_envs)
+
+    def game_actions(self, actions: np.ndarray) -> np.ndarray:
+        """The game's actions (num_envs,) in 0..144 for the policy's."""
+        if not self.reduced:
+            return actions
+        hosts = np.array(REDUCED_HOSTS)[actions % len(REDUCED_HOSTS)]  # the order is by verb, then by host
+        standing = (self.now[:, self.decoys] * self.slots_of[hosts]).sum(-1).astype(int)
+        plain = np.array(REDUCED_ACTIONS)[np.minimum(actions, len(REDUCED_ACTIONS) - 1)]
+        return np.where(actions < len(REDUCED_ACTIONS), plain, self.next_decoy[hosts, standing])
+
+    def inputs(self, obs: np.ndarray) -> np.ndarray:
+        """(num_envs, 52) -> (num_envs, obs_dim)."""
+        parts = [obs, self.now] if self.memory else [obs]
+        return np.concatenate([*parts, self.steps[:, None] / self.horizon] if self.horizon else parts, axis=1)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        obs, infos = self.env.reset(seed=seed, options=options)
+        self.now[:], self.steps[:] = self.start, 0
+        return self.inputs(obs), infos
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        actions = self.game_actions(actions)
+        obs, rewards, terminated, truncated, infos = self.env.step(actions)
+        ended = np.flatnonzero(terminated | truncated)
+        seen = obs
+        if ended.size:
+            seen = obs.copy()
+            seen[ended] = np.stack(infos["final_obs"][ended])
+        activity = seen[:, 0::4] - seen[:, 1::4], seen[:, 1::4]  # bits 10 Scan, 11 Exploit
+        self.now *= self.fade[actions]
+        np.maximum(self.now, self.set[actions], out=self.now)
+        for part in (self.seen, self.ever):
+            np.maximum(self.now[:, part], np.concatenate(activity, axis=1), out=self.now[:, part])
+        self.steps += 1
+        if ended.size:
+            final = self.inputs(seen)
+            infos["final_obs"] = infos["final_obs"].copy()
+            for n in ended:
+                infos["final_obs"][n] = final[n]
+            self.now[ended], self.steps[ended] = self.start, 0
+        if self.horizon:
+            terminated, truncated = truncated, terminated
+        return self.inputs(obs), rewards, terminated, truncated, infos
+
+    def get_state(self) -> dict[str, Any]:
+        return {"now": self.now.copy(), "steps": self.steps.copy(), "env": self.env.get_state()}  # type: ignore[attr-defined]
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.now, self.steps = np.array(state["now"]), np.array(state["steps"])
+        self.env.set_state(state["env"])  # type: ignore[attr-defined]
+
+
+def make_envs(args: Args, backend: str = "batch", **settings: Any) -> VectorEnv:
+    """`args.num_envs` games that reset within the step that ends an episode (SAME_STEP), behind Blue's memory.
+
+    `backend` is batch, subproc or cyborg (the real simulator, if installed: DependencyNotInstalled says how);
+    `settings` are passed on to the games.
+    """
+    red_agent = RED_MIXTURE if args.red_agent == "mixed" else args.red_agent
+    settings = {"red_agent": red_agent, "green": args.green, "version": args.version, "wrapper": args.wrapper,
+                "max_steps": args.max_steps, "state_in_info": False, **settings}  # fmt: skip
+    vec_env: VectorEnv
+    if backend == "batch":
+        vec_env = Cage2VecEnv(args.num_envs, **settings)
+    elif backend == "subproc":
+        env_fns = [partial(Cage2Env, **settings)] * args.num_envs
+        vec_env = SubprocVecEnv(env_fns, num_workers=args.num_workers, autoreset_mode=AutoresetMode.SAME_STEP)
+    else:
+        from envs.cage2.cyborg import make_cyborg_vec_env
+
+        vec_env = make_cyborg_vec_env(args.num_envs, args.num_workers, **settings)
+    horizon = args.max_steps if args.finite_horizon else None
+    return Memory(vec_env, args.memory, args.actions == "reduced", horizon)
+
+
+@torch.no_grad()
+def play_episodes(
+    agent: Agent, vec_env: VectorEnv, deterministic: bool = True, seed: int = 10_000, options: Any = None
+) -> dict[str, np.ndarray]:
+    """Play one episode in each environment, environment n from seed + n, to the time limit of all.
+
+    Returns rewards and actions (the game's), each (num_steps, num_envs), and, where infos tell, what Blue and Red did
+    in words; frames (num_steps, ...) of environment 0 if it renders.
+    """
+    device = next(agent.parameters()).device
+    generator = torch.Generator(device).manual_seed(seed)
+    shape = (vec_env.num_envs, int(vec_env.single_action_space.n))  # type: ignore[attr-defined]
+    record: dict[str, list[Any]] = {"rewards": [], "actions": [], "red_action": [], "frames": []}
+    obs, _ = vec_env.reset(seed=seed, options=options)
+    ended = np.zeros(vec_env.num_envs, bool)
+    noise = torch.zeros(shape, device=device)
+    while not ended.any():
+        if not deterministic:
+            noise = gumbel_noise(shape, device, generator)
+        action = agent.get_action(torch.as_tensor(obs, device=device), noise).cpu().numpy()
+        record["actions"].append(vec_env.game_actions(action))  # type: ignore[attr-defined]
+        obs, rewards, terminated, truncated, infos = vec_env.step(action)
+        ended = terminated | truncated
+        record["rewards"].append(rewards)
+        described = infos["final_info"] if ended.any() else infos
+        if "red_action" in described:
+            record["red_action"].append(described["red_action"])
+        if vec_env.render_mode is not None and not ended.any():
+            record["frames"].append(vec_env.render()[0])  # type: ignore[index]
+    return {name: np.array(values) for name, values in record.items()}
+
+
+def evaluate(agent: Agent, args: Args, deterministic: bool = True, seed: int = 10_000) -> dict[str, Any]:
+    """Play `args.eval_episodes` episodes against each red agent that --red-agent may choose.
+
+    Episode i of every red agent starts from its own fixed seed, so that two evaluations differ by their policies
+    alone. Nothing in the game or the inputs tells Blue how long an episode will be (without --finite-horizon), so the
+    first 30 steps of a longer episode are an episode of 30 steps: one set of episodes fills every row of `cells`, a
+    dict from "b_line_30" to [mean, standard error] of the return. Returns also score, the sum of these means, which
+    for the default arguments is the challenge's; mean_return, std_return over all episodes in full; returns, a dict
+    from red agent to list; mean_length.
+    """
+    reds = [red for red in RED_MIXTURE if args.red_agent in (red, "mixed")]
+    vec_env = make_envs(replace(args, num_envs=args.eval_episodes * len(reds)))
+    options = {"red_agent": list(np.repeat(reds, args.eval_episodes))}
+    rewards = play_episodes(agent, vec_env, deterministic, seed, options)["rewards"]
+    vec_env.close()
+    cells, returns = {}, {}
+    for red, part in zip(reds, np.split(rewards, len(reds), axis=1), strict=True):
+        for horizon in sorted({min(h, args.max_steps) for h in HORIZONS}):
+            sums = part[:horizon].sum(0)
+            error = sums.std(ddof=1) / math.sqrt(len(sums)) if len(sums) > 1 else math.nan
+            cells[f"{red}_{horizon}"] = [float(sums.mean()), float(error)]
+        returns[red] = part.sum(0).tolist()
+    total = rewards.sum(0)
+    return {"score": sum(mean for mean, _ in cells.values()), "cells": cells, "returns": returns, "mean_length":
+            len(rewards), "mean_return": float(total.mean()), "std_return": float(total.std())}  # fmt: skip
+
+
+# ==========================================================================================================
+# Files
+# ==========================================================================================================
+def to_tensors(state: Any) -> Any:
+    """Arrays in nested dicts and lists become tensors, which `torch.load` reads without running any code."""
+    if isinstance(state, dict):
+        return {key: to_tensors(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(to_tensors(value) for value in state)
+    if isinstance(state, np.generic):
+        return state.item()
+    return torch.from_numpy(state.copy()) if isinstance(state, np.ndarray) else state
+
+
+def to_arrays(state: Any) -> Any:
+    """The inverse of `to_tensors`."""
+    if isinstance(state, dict):
+        return {key: to_arrays(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(to_arrays(value) for value in state)
+    return state.cpu().numpy() if isinstance(state, torch.Tensor) else state
+
+
+def random_states() -> dict[str, Any]:
+    """The states of all global random generators."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    numpy_state = np.random.get_state(legacy=False)
+    return {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(to_arrays(states["numpy"]))
+    torch.set_rng_state(states["torch"].cpu())
+    if torch.cuda.is_available() and states["cuda"]:
+        torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"]])
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
+    """Write `state` so that a complete file stands at `path` at every moment, and the one before at *.prev.pt.
+
+    If the disk refuses, warn, leave the old file alone and return False: a run outlives a full disk.
+    """
+    temporary, previous = path.with_suffix(".tmp"), path.with_suffix(".prev.pt")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(to_tensors(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            previous.unlink(missing_ok=True)
+            os.link(path, previous)
+        os.replace(temporary, path)
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)  # until the folder is on the disk, the new name is not
+        os.close(folder)
+    except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
+        print(f"warning: {path} was not written ({str(error).splitlines()[0]}); the run goes on.", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        return False
+    return True
+
+
+def load_checkpoint(path: Path, device: str = "cpu") -> dict[str, Any]:
+    """Read a checkpoint; nothing in the file is executed. Raises UsageError if it is missing, damaged, not a
+    checkpoint, or of another script or format."""
+    if not path.is_file():
+        raise UsageError(f"There is no checkpoint {path}.")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged_part = archive.testzip()  # torch writes checksums but does not look at them
+        if damaged_part is not None:
+            raise zipfile.BadZipFile(f"wrong checksum of {damaged_part}")
+        state = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
+        reason = str(error).partition("\n")[0][:100]
+        raise UsageError(f"{path} is damaged or not a checkpoint ({reason}).") from None
+    found = state.get("format") if isinstance(state, dict) else None
+    if found != FORMAT:
+        raise UsageError(f"{path} holds {found or 'something else'}, this script reads checkpoints of {FORMAT}.")
+    return state
+
+
+def load_latest(logdir: Path, device: str) -> dict[str, Any]:
+    """The checkpoint to resume from: latest.pt or, if that is damaged, the one before it."""
+    try:
+        return load_checkpoint(logdir / "latest.pt", device)
+    except UsageError as error:
+        if not (logdir / "latest.prev.pt").is_file():
+            raise
+        print(f"warning: {error} Falling back to latest.prev.pt.", file=sys.stderr)
+        return load_checkpoint(logdir / "latest.prev.pt", device)
+
+
+def update_leaderboard(logdir: Path, args: Args, score: float, step: int, keep: int = 5) -> None:
+    """Enter a run's best.pt among the `keep` best of all runs of the same problem and settings.
+
+    They stand beside the run folder in best/{env_id}__{hash of the settings}/ with index.json: score at full
+    precision, run, step, file. A lock makes concurrent runs take turns; the index is replaced, never edited.
+    """
+    settings = {name: value for name, value in asdict(args).items() if name not in {*RESUMABLE, "seed"}}
+    config_hash = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    folder = logdir.resolve().parent / "best" / f"{args.env_id.replace('/', '_')}__{config_hash}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        index = folder / "index.json"
+        entries = json.loads(index.read_text()) if index.exists() else []
+        entry: dict[str, Any] = {"score": score, "run": logdir.name, "step": step, "file": f"{logdir.name}.pt"}
+        others = [other for other in entries if other["run"] != entry["run"]]
+        entries = sorted([*others, entry], key=lambda item: -item["score"])
+        if entry in entries[:keep]:
+            shutil.copyfile(logdir / "best.pt", folder / "new.tmp")
+            os.replace(folder / "new.tmp", folder / entry["file"])
+        for dropped in entries[keep:]:
+            (folder / dropped["file"]).unlink(missing_ok=True)
+        (folder / "index.tmp").write_text(json.dumps(entries[:keep], indent=1))
+        os.replace(folder / "index.tmp", index)
+
+
+class Logger:
+    """Scalars of a run to CSV files and TensorBoard, and a live line to the terminal.
+
+    Resumed at `step`, it drops what was logged after the checkpoint: the files look as if nothing had happened.
+    """
+
+    def __init__(self, logdir: Path, step: int = 0) -> None:
+        self.logdir = logdir
+        for path in logdir.glob("*.csv"):
+            header, *rows = path.read_text().splitlines(keepends=True)
+            kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= step]
+            path.write_text("".join([header, *kept]) if kept else "")
+        self.writer = SummaryWriter(str(logdir), purge_step=step + 1)
+        self.last_line = -math.inf
+
+    def write(self, file: str, step: int, metrics: dict[str, float]) -> None:
+        """Add a row to `file` and a TensorBoard point for each metric (not for nan: nothing was measured)."""
+        with open(self.logdir / file, "a", newline="") as stream:
+            writer = csv.writer(stream, lineterminator="\n")
+            if stream.tell() == 0:
+                writer.writerow(["global_step", *metrics])
+            writer.writerow([step, *metrics.values()])
+        for name, value in metrics.items():
+            if not math.isnan(value):
+                self.writer.add_scalar(name, value, step)
+
+    def line(self, text: str, final: bool = False) -> None:
+        """Redraw the live line on a terminal; elsewhere print one every ten seconds."""
+        if sys.stdout.isatty():
+            print(f"\r\033[K{text}", end="\n" if final else "", flush=True)
+        elif final or time.monotonic() > self.last_line + 10:
+            print(text, flush=True)
+            self.last_line = time.monotonic()
+
+
+def read_csv(path: Path) -> dict[str, np.ndarray]:
+    """The columns of a log by name."""
+    with open(path) as file:
+        rows = list(csv.DictReader(file))
+    return {name: np.array([float(row[name]) for row in rows]) for name in (rows[0] if rows else [])}
+
+
+def plot_curves(logdir: Path) -> None:
+    """Draw curves.png: the returns, and what to look at when they do not rise."""
+    panels = ["rollout/episodic_return", "train/explained_variance", "train/entropy",
+              "train/approx_kl", "train/clip_fraction", "train/value_loss"]  # fmt: skip
+    progress, evaluation = read_csv(logdir / "progress.csv"), {}
+    if (logdir / "eval.csv").exists():
+        evaluation = read_csv(logdir / "eval.csv")
+    figure = matplotlib.figure.Figure(figsize=(13, 6), layout="constrained")
+    for axis, name in zip(figure.subplots(2, 3).flat, panels, strict=True):
+        axis.plot(progress["global_step"], progress[name], lw=1)
+        if name == "rollout/episodic_return" and evaluation:
+            mean, std = evaluation["eval/mean_return"], evaluation["eval/std_return"]
+            axis.errorbar(evaluation["global_step"], mean, std, fmt="o-", ms=3, capsize=2, label="evaluation")
+            axis.legend()
+        axis.set(title=name, xlabel="environment steps")
+        axis.grid(alpha=0.3)
+    figure.savefig(logdir / "curves.png", dpi=100)
+
+
+def save_gif(frames: list[np.ndarray], path: Path, fps: float) -> None:
+    """Write rgb frames as an endless GIF. Its clock ticks in 1/100 s, so the rate becomes 100 / round(100 / fps)."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    first, *rest = [PIL.Image.fromarray(frame).quantize(128) for frame in frames]
+    first.save(path, save_all=True, append_images=rest, duration=10 * max(2, round(100 / fps)), loop=0)
+
+
+# ==========================================================================================================
+# Training
+# ==========================================================================================================
+@dataclass
+class Counters:
+    """Where a run stands."""
+
+    update: int = 0  # rollouts collected and learnt from
+    global_step: int = 0  # environment steps, summed over environments
+    episodes: int = 0  # ended episodes; each is followed by a reset
+    minibatch_updates: int = 0  # optimiser steps
+    best_return: float = -math.inf  # best evaluation so far: its score
+    seconds: float = 0.0  # time spent collecting and learning
+
+
+def crossed(step: int, advance: int, every: int) -> bool:
+    """Whether the last `advance` steps, which led to `step`, reached or passed a multiple of `every` (0: never).
+
+    `step % every == 0` would be wrong: steps come in whole batches and may jump over every multiple.
+    """
+    return every > 0 and step // every > (step - advance) // every
+
+
+class Interrupt:
+    """Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop after the update; a second stops at once."""
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        self.previous = {s: signal.signal(s, self) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+
+    def __call__(self, signum: int, frame: Any) -> None:
+        if self.signum is not None:
+            self.restore()
+            raise KeyboardInterrupt
+        self.signum = signum
+
+    def restore(self) -> None:
+        for signum, handler in self.previous.items():
+            signal.signal(signum, handler)
+
+
+def check_finite(logdir: Path, actions: torch.Tensor, **rollout: torch.Tensor) -> None:
+    """Raise FloatingPointError, naming environment, step and last action, if a number of the rollout's tensors,
+    each (num_steps, num_envs, ...), is not finite; the rollout goes to postmortem.npz."""
+    for name, tensor in rollout.items():
+        bad = (~torch.isfinite(tensor)).flatten(2).any(-1) if tensor.ndim > 2 else ~torch.isfinite(tensor)
+        if bad.any():
+            t, n = bad.nonzero()[0].tolist()
+            arrays: dict[str, Any] = {key: value.cpu() for key, value in rollout.items()}
+            np.savez(logdir / "postmortem.npz", actions=actions.cpu(), **arrays)
+            last_action = actions[max(t - 1, 0) if name == "obs" else t, n].tolist()
+            raise FloatingPointError(
+                f"{name} of environment {n} is not finite at step {t} of the rollout, after action {last_action}; "
+                f"the weights were not touched, the rollout is in {logdir / 'postmortem.npz'}."
+            )
+
+
+def describe(args: Args, logdir: Path, agent: nn.Module, rollout: list[torch.Tensor]) -> str:
+    """The sizes that follow from the arguments, to be read before the run."""
+    return (
+        f"{args.env_id}: {args.num_updates} updates of {args.batch_size} transitions ({args.num_envs} environments x "
+        f"{args.num_steps} steps), {args.update_epochs} epochs x {args.num_minibatches} minibatches of "
+        f"{args.minibatch_size}\n{sum(p.numel() for p in agent.parameters()):,} weights, rollout of "
+        f"{sum(x.nbytes for x in rollout) / 2**20:.1f} MiB, device {args.device}, seed {args.seed}, folder {logdir}"
+    )
+
+
+def open_run(args: Args) -> tuple[Path, dict[str, Any] | None]:
+    """The run folder, with config.json written, and the checkpoint to continue from, if --resume. Raises UsageError
+    if the folder holds another run, or the arguments would make the resumed run another one."""
+    default = f"runs/{args.env_id.replace('/', '_')}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    logdir = Path(args.logdir or default)
+    checkpoint = load_latest(logdir, args.device) if args.resume else None
+    if checkpoint is None and (logdir / "latest.pt").exists():
+        raise UsageError(f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
+    for name, saved in (checkpoint or {"args": {}})["args"].items():
+        if name not in RESUMABLE and getattr(args, name) != saved:
+            raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name)}.")
+    try:
+        logdir.mkdir(parents=True, exist_ok=True)
+        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+        versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
+        config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
+        (logdir / "config.json").write_text(json.dumps(config, indent=1))
+    except OSError as error:
+        raise UsageError(f"The run folder {logdir} cannot be written: {error.strerror}.") from None
+    return logdir, checkpoint
+
+
+def train(args: Args) -> dict[str, Any]:
+    """Train, evaluate and save as `args` say; returns the run folder and the last and best evaluation.
+
+    Raises UsageError for arguments that cannot work, and FloatingPointError before numbers that are not finite
+    reach the weights. A signal ends the run early and cleanly; its number is then in the result as "signal".
+    """
+    validate(args)
+    logdir, checkpoint = open_run(args)
+    random.seed(args.seed)
+    np.random.seed(args.seed)
+    torch.manual_seed(args.seed)
+    torch.set_num_threads(args.torch_threads)
+    torch.use_deterministic_algorithms(args.torch_deterministic)
+    device = torch.device(args.device)
+    num_steps, num_envs = args.num_steps, args.num_envs
+
+    vec_env: Any = make_envs(args, args.vec_env)
+    assert vec_env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP  # so that final_obs below exists
+    num_actions = int(vec_env.single_action_space.n)
+    agent = Agent(vec_env, args).to(device)
+    networks = [flatten_parameters(network) for network in agent.networks()]
+    loss_args: Any = replace(args, ent_coef=torch.tensor(args.ent_coef, device=device))  # type: ignore[arg-type]
+    optimizer = torch.optim.Adam([{"params": [network]} for network in networks], eps=1e-5, fused=True)  # detail 3
+    gradients_of, act = ppo_gradients, agent.get_action
+    if args.compile and not any(map(shutil.which, ("c++", "g++", "clang++"))):
+        print("No C++ compiler was found, so --compile is off; with one, training is about twice as fast.")
+    elif args.compile:
+        torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
+        gradients_of = torch.compile(ppo_gradients, fullgraph=True, dynamic=False)
+        act = torch.compile(agent.get_action, fullgraph=True, dynamic=False)
+
+    # The rollout, time-major: row t holds what happened at step t in each environment.
+    obs = torch.zeros((num_steps, num_envs, *vec_env.single_observation_space.shape), device=device)
+    actions = torch.zeros((num_steps, num_envs), dtype=torch.int64, device=device)
+    rewards = torch.zeros((num_steps, num_envs), device=device)
+    terminations = torch.zeros((num_steps, num_envs), dtype=torch.bool, device=device)
+    truncations = torch.zeros_like(terminations)
+    print(describe(args, logdir, agent, [obs, actions, rewards, terminations, truncations]), flush=True)
+
+    counters = Counters()
+    episode_returns, episode_lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)  # under way
+    env_obs, _ = vec_env.reset(seed=args.seed)
+    if checkpoint is not None:
+        counters = Counters(**checkpoint["counters"])
+        agent.load_state_dict(checkpoint["agent"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        vec_env.set_state(to_arrays(checkpoint["envs"]))
+        env_obs, episode_returns, episode_lengths = to_arrays(checkpoint["episodes"])
+        set_random_states(checkpoint["random"])
+        print(f"continuing after step {counters.global_step:,}", flush=True)
+    next_obs = torch.as_tensor(env_obs, dtype=torch.float32, device=device)
+
+    def state() -> dict[str, Any]:
+        """All that the rest of the run depends on."""
+        return {"format": FORMAT, "args": asdict(args), "counters": asdict(counters), "random": random_states(),
+                "agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "envs": vec_env.get_state(),
+                "episodes": [env_obs, episode_returns, episode_lengths]}  # fmt: skip
+
+    logger = Logger(logdir, counters.global_step)
+    if checkpoint is None:
+        save_checkpoint(logdir / "latest.pt", state())  # from here on a killed run can be resumed
+    interrupt = Interrupt()
+    evaluation: dict[str, Any] = {}
+    while counters.update < args.num_updates and interrupt.signum is None:
+        started = time.perf_counter()
+        counters.update += 1
+        progress = (counters.update - 1) / args.num_updates if args.anneal_lr else 0.0  # detail 4
+        for group in optimizer.param_groups:
+            group["lr"] = args.learning_rate * (1 - progress)
+        # A tensor, because the compiled gradient would take every new float for a new program.
+        loss_args.ent_coef.fill_(args.ent_coef * (1 - (counters.update - 1) / args.num_updates * args.anneal_ent))
+
+        # --- collect ----------------------------------------------------------------------------------
+        noise = gumbel_noise((num_steps, num_envs, num_actions), device)
+        cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
+        ended: list[tuple[float, int]] = []  # (return, length) of the episodes that ended
+        env_time = 0.0
+        for t in range(num_steps):
+            obs[t] = next_obs
+            with torch.no_grad():
+                actions[t] = act(next_obs, noise[t])
+            env_actions = actions[t].cpu().numpy()
+            before_step = time.perf_counter()
+            env_obs, reward, terminated, truncated, infos = vec_env.step(env_actions)
+            env_time += time.perf_counter() - before_step
+            episode_returns += reward
+            episode_lengths += 1
+            rewards[t] = torch.as_tensor(args.reward_scale * reward)
+            terminations[t], truncations[t] = torch.as_tensor(terminated), torch.as_tensor(truncated)
+            next_obs = torch.as_tensor(env_obs, dtype=torch.float32, device=device)
+            for n in np.flatnonzero(terminated | truncated):
+                ended.append((float(episode_returns[n]), int(episode_lengths[n])))
+                episode_returns[n] = episode_lengths[n] = 0
+                if not terminated[n]:
+                    cuts.append((t, int(n), infos["final_obs"][n]))
+        check_finite(logdir, actions, obs=obs, rewards=rewards)
+        collected = time.perf_counter()
+
+        # --- bootstrap --------------------------------------------------------------------------------
+        # One pass over the whole rollout gives what num_steps small ones would have given.
+        with torch.no_grad():
+            _, log_probs, _, values = agent.get_action_and_value(obs.flatten(0, 1), actions.flatten(0, 1))
+            log_probs, values = log_probs.view(num_steps, num_envs), values.view(num_steps, num_envs)
+            next_values = torch.cat([values[1:], agent.get_value(next_obs)[None]])
+            if cuts:
+                steps, indices, final_obs = zip(*cuts, strict=True)
+                final_values = agent.get_value(torch.as_tensor(np.stack(final_obs), dtype=torch.float32, device=device))
+                next_values[list(steps), list(indices)] = final_values
+
+        # --- advantages -------------------------------------------------------------------------------
+        advantages, returns = compute_gae(
+            rewards, values, next_values, terminations, truncations, args.gamma, args.gae_lambda
+        )
+        if args.norm_adv and args.norm_adv_scope != "minibatch":
+            advantages = normalize_advantages(advantages, per_env=args.norm_adv_scope == "per_env")
+
+        # --- update -----------------------------------------------------------------------------------
+        batch = [x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)]
+        metric_sums, grad_norm_sum = torch.zeros(len(LOSS_METRICS), device=device), 0.0
+        num_minibatch_updates, kl_exceeded = 0, False
+        for _ in range(args.update_epochs):
+            order = torch.randperm(args.batch_size, device=device)  # detail 6: each transition once an epoch
+            for minibatch in zip(*(x[order].split(args.minibatch_size) for x in batch), strict=True):
+                gradients, metrics = gradients_of(agent, minibatch, loss_args)
+                kl_exceeded = args.target_kl is not None and float(metrics[APPROX_KL]) > args.target_kl
+                if kl_exceeded:
+                    break
+                for network, gradient in zip(networks, gradients, strict=True):
+                    network.grad = gradient
+                grad_norm = float(nn.utils.clip_grad_norm_(networks, args.max_grad_norm or math.inf))  # detail 11
+                if not math.isfinite(grad_norm):
+                    np.savez(logdir / "postmortem.npz", *[x.cpu() for x in minibatch])
+                    raise FloatingPointError(
+                        f"The gradient of update {counters.update} is not finite; the weights were not touched, the "
+                        f"minibatch is in {logdir / 'postmortem.npz'}. A smaller --learning-rate may help."
+                    )
+                optimizer.step()
+                metric_sums += metrics
+                grad_norm_sum += grad_norm
+                num_minibatch_updates += 1
+            if kl_exceeded:
+                break
+        counters.minibatch_updates += num_minibatch_updates
+        counters.global_step += args.batch_size
+        counters.episodes += len(ended)
+        seconds = time.perf_counter() - started
+        counters.seconds += seconds
+
+        # --- log --------------------------------------------------------------------------------------
+        def mean(values: list[float]) -> float:
+            return sum(values) / len(values) if values else math.nan
+
+        means = (metric_sums / max(num_minibatch_updates, 1)).tolist()
+        episodic = {
+            "episodic_return": mean([r for r, _ in ended]),
+            "episodic_length": mean([length for _, length in ended]),
+        }
+        record = {
+            **{f"train/{name}": value for name, value in zip(LOSS_METRICS, means, strict=True)},
+            "train/explained_variance": explained_variance(values, returns),
+            "train/value_abs_error": float((values - returns).abs().mean()),
+            "train/grad_norm": grad_norm_sum / max(num_minibatch_updates, 1),
+            "train/learning_rate": optimizer.param_groups[0]["lr"],
+            "train/ent_coef": float(loss_args.ent_coef),
+            "train/update_epochs_done": num_minibatch_updates / args.num_minibatches,
+            **{f"rollout/{name}": value for name, value in episodic.items()},
+            "rollout/mean_reward": float(rewards.mean()) / args.reward_scale,
+            "rollout/resets": counters.episodes,
+            "counters/train_steps": counters.update * num_steps,
+            "counters/rollouts": counters.update,
+            "counters/minibatch_updates": counters.minibatch_updates,
+        }
+        logger.write("progress.csv", counters.global_step, record)
+        sps, env_share, update_share = (
+            args.batch_size / seconds,
+            env_time / seconds,
+            1 - (collected - started) / seconds,
+        )
+        timing = {"sps": sps, "seconds": counters.seconds, "env_share": env_share,
+                  "inference_share": 1 - env_share - update_share, "update_share": update_share}  # fmt: skip
+        logger.write("timing.csv", counters.global_step, {f"time/{name}": value for name, value in timing.items()})
+        eta = (args.total_timesteps - counters.global_step) * counters.seconds / counters.global_step
+        logger.line(f"step {counters.global_step:>10,} | {sps:>7,.0f} steps/s | return "
+                    f"{episodic['episodic_return']:>9.2f} | best evaluation {counters.best_return:>9.2f} | KL "
+                    f"{record['train/approx_kl']:.4f} | {eta / 60:.1f} min left")  # fmt: skip
+
+        # --- evaluate ---------------------------------------------------------------------------------
+        last = counters.update == args.num_updates
+        if last or crossed(counters.global_step, args.batch_size, args.eval_every):
+            evaluation = evaluate(agent, args)
+            scores = {
+                f"eval/{name}": evaluation[name] for name in ("score", "mean_return", "std_return", "mean_length")
+            }
+            cells = {f"eval/{name}": cell[0] for name, cell in evaluation["cells"].items()}
+            logger.write("eval.csv", counters.global_step, scores | cells)
+            if evaluation["score"] > counters.best_return:
+                counters.best_return = evaluation["score"]
+                save_checkpoint(logdir / "best.pt", state())
+            if args.capture_video:
+                one = make_envs(replace(args, num_envs=1), render_mode="rgb_array")
+                frames = list(play_episodes(agent, one)["frames"])
+                save_gif(frames, logdir / "videos" / f"step_{counters.global_step}.gif", fps=4)
+
+        # --- save -------------------------------------------------------------------------------------
+        if last or interrupt.signum or crossed(counters.global_step, args.batch_size, args.save_every):
+            save_checkpoint(logdir / "latest.pt", state())
+
+    interrupt.restore()
+    vec_env.close()
+    logger.writer.close()
+    plot_curves(logdir)
+    if interrupt.signum:
+        outcome = "stopped; continue with --resume --logdir"
+    else:
+        update_leaderboard(logdir, args, counters.best_return, counters.global_step)
+        outcome = f"score {evaluation['score']:.2f}, best {counters.best_return:.2f}; run folder"
+    logger.line(f"{counters.global_step:,} steps in {counters.seconds:.0f} s, {outcome} {logdir}", final=True)
+    return {"logdir": str(logdir), "signal": interrupt.signum, **asdict(counters),
+            "score": evaluation.get("score", math.nan), "cells": evaluation.get("cells", {})}  # fmt: skip
+
+
+# ==========================================================================================================
+# Playing and the command line
+# ==========================================================================================================
+@dataclass
+class PlayArgs:
+    logdir: str
+    """run folder"""
+    checkpoint: str = "best"
+    """best, latest, or the path of a checkpoint"""
+    episodes: int = 5
+    """episodes to play against each red agent"""
+    stochastic: bool = False
+    """sample the actions instead of taking the policy's mode"""
+    seed: int = 0
+    """seed of the first episode; episode i gets seed + i"""
+    red_agent: Literal["mixed", "b_line", "meander", "sleep"] | None = None
+    """who attacks; mixed: all three in turn; default: as in training"""
+    version: Literal["leaderboard", "head"] | None = None
+    """rules; default: as in training"""
+    max_steps: int | None = None
+    """steps of an episode; default: as in training"""
+    backend: Literal["batch", "subproc", "cyborg"] = "batch"
+    """batch, subproc: our simulator; cyborg: the real CybORG, if it is installed"""
+    render: bool = False
+    """print every step as text"""
+    save_gif: bool = False
+    """write a GIF of each episode"""
+    gif_fps: float = 4
+    """frames per second of the GIFs"""
+    gif_dir: str | None = None
+    """folder of the GIFs; default {logdir}/gifs"""
+    save_heatmap: bool = False
+    """draw which hosts Blue acted on when, {logdir}/actions.png"""
+
+
+def play(play_args: PlayArgs) -> dict[str, Any]:
+    """Play a checkpoint. Prints the returns, what Blue and Red did and, as the last line, the summary as JSON that
+    it returns."""
+    logdir = Path(play_args.logdir)
+    name = play_args.checkpoint
+    checkpoint = load_checkpoint(logdir / f"{name}.pt" if name in ("best", "latest") else Path(name))
+    args = Args(**checkpoint["args"])
+    chosen = {key: getattr(play_args, key) for key in ("red_agent", "version", "max_steps")}
+    args = replace(args, device="cpu", **{key: value for key, value in chosen.items() if value is not None})
+    validate(args)
+    reds = [red for red in RED_MIXTURE if args.red_agent in (red, "mixed")]
+    drawn = play_args.render or play_args.save_gif
+    # Pictures are of one game at a time; processes play one each, so that CybORG's global random stream is theirs.
+    at_once = (
+        1
+        if drawn
+        else play_args.episodes
+        if play_args.backend == "batch"
+        else min(os.cpu_count() or 1, play_args.episodes)
+    )
+    render_mode = "ansi" if play_args.render else "rgb_array" if play_args.save_gif else None
+    folder = Path(play_args.gif_dir or logdir / "gifs") / time.strftime("run_%Y%m%d-%H%M%S")
+    agent: Agent | None = None
+    returns: dict[str, list[float]] = {}
+    blue_actions = np.zeros((args.max_steps, len(ACTION_NAMES)))
+    red_actions: Counter[str] = Counter()
+    for red in reds:
+        settings = {"state_in_info": True, "render_mode": render_mode, "red_agent": red}
+        vec_env = make_envs(replace(args, num_envs=at_once, num_workers=at_once), play_args.backend, **settings)
+        if agent is None:
+            agent = Agent(vec_env, args)
+            agent.load_state_dict(checkpoint["agent"])
+        returns[red] = []
+        while len(returns[red]) < play_args.episodes:
+            done = len(returns[red])
+            record = play_episodes(agent, vec_env, not play_args.stochastic, play_args.seed + done)
+            wanted = slice(0, play_args.episodes - done)
+            returns[red] += record["rewards"].sum(0).round(1).tolist()[wanted]
+            for t, actions in enumerate(record["actions"][:, wanted]):
+                np.add.at(blue_actions[t], actions, 1)
+            if len(record["red_action"]):
+                red_actions.update(f"{red}: {action}" for action in record["red_action"][:, wanted].flat)
+            if play_args.render:
+                print("\n\n".join(record["frames"]))
+            if play_args.save_gif:
+                gif = folder / f"{red}_{done + 1:03d}_return_{returns[red][-1]:.1f}.gif"
+                save_gif(list(record["frames"]), gif, play_args.gif_fps)
+                print(f"  {gif}")
+        vec_env.close()
+        for i, value in enumerate(returns[red]):
+            print(f"{red} episode {i + 1}: return {value:.1f}, {args.max_steps} steps")
+    everything = [value for values in returns.values() for value in values]
+    print(f"\nBlue, actions an episode\n{action_table(blue_actions.sum(0) / len(everything))}")
+    if red_actions:
+        print("\nRed, actions in all episodes (the 20 most frequent)")
+        print("\n".join(f"{count:>8} {action}" for action, count in red_actions.most_common(20)))
+    if play_args.save_heatmap:
+        plot_actions(blue_actions / len(everything), logdir / "actions.png")
+        print(logdir / "actions.png")
+    error = np.std(everything, ddof=1) / math.sqrt(len(everything)) if len(everything) > 1 else math.nan
+    summary: dict[str, Any] = {"mean_return": float(np.mean(everything)), "standard_error": float(error),
+                               "returns": everything}  # fmt: skip
+    if len(reds) > 1:
+        summary["returns_by_red_agent"] = returns
+    print(json.dumps(summary))
+    return summary
+
+
+def action_table(counts: np.ndarray) -> str:
+    """A line a host: how often, (145,), Blue took which action there."""
+    lines = []
+    for host, name in enumerate([*HOSTS, "(none)"]):
+        mine = [
+            (counts[a], verb) for a, (verb, h) in enumerate(VERB_AND_HOST) if h == (host if host < len(HOSTS) else -1)
+        ]
+        shown = [f"{verb} {count:.2f}" for count, verb in sorted(mine, reverse=True) if count > 0]
+        if shown:
+            lines.append(f"{name:<12} {', '.join(shown)}")
+    return "\n".join(lines)
+
+
+def plot_actions(frequencies: np.ndarray, path: Path) -> None:
+    """Draw the mean number of actions (num_steps, 145) on each host at each step, for each kind of action."""
+    kinds = {"Analyse": "Analyse", "Remove": "Remove", "Decoy": "any decoy", "Restore": "Restore"}
+    figure = matplotlib.figure.Figure(figsize=(13, 8), layout="constrained")
+    axes = figure.subplots(2, 2, sharex=True, sharey=True).flat
+    for axis, (kind, title) in zip(axes, kinds.items(), strict=True):
+        image = np.zeros((len(HOSTS), len(frequencies)))
+        for action, (verb, host) in enumerate(VERB_AND_HOST):
+            if verb.startswith(kind):
+                image[host] += frequencies[:, action]
+        shown = axis.imshow(image, aspect="auto", vmin=0, vmax=1, cmap="magma_r", interpolation="nearest")
+        axis.set(title=title, xlabel="step", yticks=range(len(HOSTS)), yticklabels=HOSTS)
+    figure.colorbar(shown, ax=list(figure.axes), label="share of episodes")
+    figure.savefig(path, dpi=100)
+
+
+def explain(args: Args) -> None:
+    """Print the derived sizes, and the run's time as three updates in a scratch folder predict it."""
+    with tempfile.TemporaryDirectory() as scratch:
+        steps = 3 * args.batch_size
+        probe = replace(args, total_timesteps=steps, logdir=f"{scratch}/run", eval_every=0, eval_episodes=1)
+        output = io.StringIO()
+        with contextlib.redirect_stdout(output):
+            train(probe)
+        sps = read_csv(Path(scratch) / "run" / "timing.csv")["time/sps"][-1]
+    print(output.getvalue().partition(", folder")[0].replace(": 3 updates", f": {args.num_updates} updates"))
+    minutes = args.num_updates * args.batch_size / sps / 60
+    print(f"{sps:,.0f} steps/s in a probe: about {minutes:.1f} minutes, and the evaluations")
+
+
+def parse_args(argv: list[str]) -> Args:
+    """Defaults, then the presets named after --configs (or the arguments of the run to --resume), then flags."""
+    values: dict[str, Any] = {}
+    if "--configs" in argv:
+        start = argv.index("--configs")
+        stop = next((i for i in range(start + 1, len(argv)) if argv[i].startswith("--")), len(argv))
+        for name in argv[start + 1 : stop]:
+            if name not in PRESETS:
+                close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
+                raise UsageError(f"There is no preset {name!r}; did you mean {close}? Presets: {', '.join(PRESETS)}.")
+            values |= PRESETS[name]
+        argv = argv[:start] + argv[stop:]
+    if "--resume" in argv and "--logdir" in argv[:-1]:
+        logdir = Path(argv[argv.index("--logdir") + 1])
+        values = load_latest(logdir, "cpu")["args"] | values
+    return tyro.cli(Args, args=argv, default=Args(**values), description=__doc__)
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line; returns the exit code: 0, 2 for a wrong argument, 128 + n after signal n."""
+    try:
+        if argv[:1] == ["play"]:
+            play(tyro.cli(PlayArgs, args=argv[1:], description=play.__doc__))
+            return 0
+        args = parse_args(argv)
+        validate(args)
+        if args.explain:
+            explain(args)
+            return 0
+        signum = train(args)["signal"]
+        return 128 + signum if signum else 0
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
