@@ -123,8 +123,8 @@ MUTANTS = {
     ),
     "Restore ends the foothold on User0": (
         "rules",
-        "        e.sessions[host, PRIVILEGED] = 1\n",
-        "        pass\n",
+        "= 1 if host == USER0 else 0\n    e.decoys",
+        "= 0\n    e.decoys",
         "bline_nogreen_random",
     ),
     "Impact works after a Restore of Op_Server0": (
@@ -135,8 +135,8 @@ MUTANTS = {
     ),
     "Remove ends SSH sessions too": (
         "rules",
-        "    e.sessions[host, REMOVABLE] = 0\n",
-        "    e.sessions[host, :2] = 0\n",
+        "    e.sessions[host, REMOVABLE] = 0\n    if e.compromised",
+        "    e.sessions[host, :2] = 0\n    if e.compromised",
         "bline_nogreen_reduced",
     ),
     "Remove marks the host clean": (
@@ -169,10 +169,10 @@ MUTANTS = {
         "        e.sessions[host, PRIVILEGED] += 1\n",
         "bline_nogreen_reduced",
     ),
-    "Defender routes to Operational": (
+    "User0 routes to Operational": (
         "rules",
-        "    return has_session(e, ENTERPRISE0)",
-        "    return True or has_session(e, ENTERPRISE0)",
+        "    for host in (ENTERPRISE0, ENTERPRISE1, ENTERPRISE2):",
+        "    for host in (ENTERPRISE0, ENTERPRISE1, ENTERPRISE2, USER0):",
         "bline_nogreen_targeted",
     ),
     "leaderboard port lists on HEAD": (
@@ -225,7 +225,7 @@ MUTANTS = {
     ),
     "Meander scans again and again": (
         "red_agents",
-        "        e.scanned_ips |= bit(host)\n",
+        "        e.scanned_ips |= bit(target)\n",
         "",
         "meander_nogreen_sleep",
     ),

@@ -12,7 +12,7 @@ from .scenario import (  # isort: skip
     FAILURE, IMPACT, MEANDER, OPERATIONAL, OP_SERVER0, RED_SLEEP, SCAN, SUBNET_HOSTS, SUCCESS, SWEEP,
     UNKNOWN, USER, USER1, USER2, USER3, USER4, host_set,
 )  # fmt: skip
-from .state import NONE, RED_TARGET, draw_lowest, draw_member
+from .state import NONE, RED_TARGET, draw_member, lowest_member
 
 USER_TARGETS = host_set(USER1, USER2, USER3, USER4)
 
@@ -127,23 +127,19 @@ def meander_chooses(e):
     unscanned = e.known_ips & ~e.scanned_ips
     unescalated = e.known_hosts & ~e.escalated_hosts & ~(e.host_ip_map & ~e.exploited_ips)
     unexploited = e.known_ips & ~e.exploited_ips
+    action, target = RED_SLEEP, NONE  # never seen: the real agent raises NotImplementedError then
     if e.escalated_hosts & bit(OP_SERVER0):
-        decide(e, IMPACT, OP_SERVER0)
+        action, target = IMPACT, OP_SERVER0
     elif new_subnets:
-        subnet = draw_lowest(new_subnets)
-        e.scanned_subnets |= bit(subnet)
-        decide(e, SWEEP, subnet)
+        action, target = SWEEP, lowest_member(new_subnets)
+        e.scanned_subnets |= bit(target)
     elif unscanned:
-        host = draw_member(e, RED_TARGET, unscanned)
-        e.scanned_ips |= bit(host)
-        decide(e, SCAN, host)
+        action, target = SCAN, draw_member(e, RED_TARGET, unscanned)
+        e.scanned_ips |= bit(target)
     elif unescalated:
-        host = draw_member(e, RED_TARGET, unescalated)
-        e.escalated_hosts |= bit(host)
-        decide(e, ESCALATE, host)
+        action, target = ESCALATE, draw_member(e, RED_TARGET, unescalated)
+        e.escalated_hosts |= bit(target)
     elif unexploited:
-        host = draw_member(e, RED_TARGET, unexploited)
-        e.exploited_ips |= bit(host)
-        decide(e, EXPLOIT, host)
-    else:  # never seen: the real agent raises NotImplementedError here
-        decide(e, RED_SLEEP, NONE)
+        action, target = EXPLOIT, draw_member(e, RED_TARGET, unexploited)
+        e.exploited_ips |= bit(target)
+    decide(e, action, target)

@@ -37,7 +37,10 @@ def has_session(e, host):
 @njit
 def operational_is_reachable(e):
     """Operational is routed only through a session, of any privilege, on an Enterprise server (SPEC 1)."""
-    return has_session(e, ENTERPRISE0) or has_session(e, ENTERPRISE1) or has_session(e, ENTERPRISE2)
+    for host in (ENTERPRISE0, ENTERPRISE1, ENTERPRISE2):  # noqa: SIM110  (Numba knows no any())
+        if has_session(e, host):
+            return True
+    return False
 
 
 @njit
@@ -118,9 +121,9 @@ def restore(e, host):
     The restarted OT service has a process number that Impact does not know, so red can never stop it again
     (SPEC 6.4).
     """
-    e.sessions[host, :] = 0
-    if host == USER0:
-        e.sessions[host, PRIVILEGED] = 1
+    e.sessions[host, REMOVABLE] = 0
+    e.sessions[host, OTHER_USER] = 0
+    e.sessions[host, PRIVILEGED] = 1 if host == USER0 else 0
     e.decoys[host] = 0
     e.num_vsftpd[host] = 0
     e.malware[host] = False

@@ -16,7 +16,10 @@ from .outcome import observe, settle_costs
 from .red_agents import red_acts
 from .rules import blue_acts, green_acts
 from .scenario import NUM_HOSTS, RED_AGENTS
-from .state import DRAW_NAMES, FREE, NONE, NUM_DRAWS, RED_AGENT, STATE, start_episode
+
+from .state import (  # isort: skip
+    DRAW_NAMES, EPISODE_START, FREE, FRESH_EPISODE, NONE, NUM_DRAWS, RECORD_SIZE, RED_AGENT, STATE, meet_red_agent,
+)  # fmt: skip
 
 VERSIONS = ("head", "leaderboard")  # SPEC 0
 WRAPPERS = ("challenge", "cardiff")  # SPEC 10, 10.1
@@ -25,12 +28,14 @@ WRAPPERS = ("challenge", "cardiff")  # SPEC 10, 10.1
 @njit
 def step_one(e, action, tape, obs):
     """One step of one environment: Blue, Green, red, reward, observation (SPEC 5)."""
-    e.tape[:] = tape
-    e.draws[:] = NONE
+    for slot in range(NUM_DRAWS):
+        e.tape[slot] = tape[slot]
+        e.draws[slot] = NONE
     e.impossible_draw = False
-    e.events[:] = 0
-    e.event_ports[:] = 0
-    e.shell_seen[:] = 0
+    for host in range(NUM_HOSTS):
+        e.events[host] = 0
+        e.event_ports[host] = 0
+        e.shell_seen[host] = False
     blue_acts(e, action)
     green_acts(e)
     red_acts(e)
@@ -66,7 +71,9 @@ def _make_kernels(rules_digest: str) -> tuple[Callable, Callable]:
         states = records.view(STATE)
         for n in range(states.shape[0]):
             if which[n]:
-                start_episode(states[n], red_agents[n])
+                for i in range(EPISODE_START, RECORD_SIZE):
+                    records[n * RECORD_SIZE + i] = FRESH_EPISODE[i]
+                meet_red_agent(states[n], red_agents[n])
 
     return _compile(step_batch), _compile(start_batch)
 

@@ -8,7 +8,7 @@ rules are written.
 import numpy as np
 from numba import njit
 
-from .scenario import NUM_HOSTS, PRIVILEGED, RED_AGENTS, RED_SLEEP, UNKNOWN, USER, USER0
+from .scenario import NUM_HOSTS, PRIVILEGED, RED_AGENTS, UNKNOWN, USER, USER0
 
 # Every random draw has a name and a slot of the tape (SPEC 11); an outcome found there replaces it.
 DRAW_NAMES = ("green_target", "red_target", "red_exploit", "red_detect", "red_esc_removable", "red_agent")
@@ -17,7 +17,7 @@ GREEN_TARGET, RED_TARGET, RED_EXPLOIT, RED_DETECT, RED_ESC_REMOVABLE, RED_AGENT 
 FREE = -2  # on the tape: draw it yourself
 NONE = -1  # among outcomes: no draw was made (of green_target: Green slept); among targets: no target
 
-_byte, _count, _set = "u1", "i4", "i4"
+_byte, _count, _set, _index = "u1", "i4", "i4", "i8"
 STATE = np.dtype((np.record, np.dtype([
     # settings, constant for the environment
     ("max_steps", _count), ("leaderboard", _byte), ("cardiff", _byte), ("green", _byte),
@@ -27,7 +27,7 @@ STATE = np.dtype((np.record, np.dtype([
     ("tape", "i1", NUM_DRAWS),                   # outcomes to use in this step, or FREE
     ("draws", "i1", NUM_DRAWS),                  # outcomes of this step, or NONE
     ("impossible_draw", _byte),                  # the tape asked for an outcome that cannot happen here
-    # the network (SPEC 4)
+    # from here on, all starts anew with each episode: the network (SPEC 4)
     ("steps", _count),
     ("sessions", _count, (NUM_HOSTS, 3)),        # red sessions: removable user, other user, privileged
     ("decoys", _byte, NUM_HOSTS),                # set of decoys
@@ -41,8 +41,8 @@ STATE = np.dtype((np.record, np.dtype([
     ("events", _count, NUM_HOSTS), ("event_ports", _set, NUM_HOSTS), ("shell_seen", _byte, NUM_HOSTS),
     # Blue
     ("blue_action", _count), ("blue_success", _byte),
-    ("deployed_on", "i1"),                       # host on which a decoy was started in this step
-    ("malware_found_on", "i1"),                  # host on which Analyse found malware in this step
+    ("deployed_on", _index),                       # host on which a decoy was started in this step
+    ("malware_found_on", _index),                  # host on which Analyse found malware in this step
     ("compromised", _byte, NUM_HOSTS),           # the wrapper's memory
     ("activity", _byte, NUM_HOSTS),
     ("cost_tenths", _count), ("episode_cost_tenths", _count),  # of the last step, and since the episode began
@@ -50,10 +50,10 @@ STATE = np.dtype((np.record, np.dtype([
     ("known_ips", _set), ("known_hosts", _set), ("known_subnets", _set), ("ot_known", _byte),
     ("ports", _set, NUM_HOSTS), ("scanned", _byte, NUM_HOSTS),
     # red's last action
-    ("red_agent", "i1"), ("red_action", "i1"), ("red_target", "i1"), ("red_subnet", "i1"),
-    ("red_exploit", "i1"), ("red_success", _byte), ("scan_was_empty", _byte),
+    ("red_agent", _index), ("red_action", _index), ("red_target", _index), ("red_subnet", _index),
+    ("red_exploit", _index), ("red_success", _byte), ("scan_was_empty", _byte),
     # B_line (SPEC 7.1)
-    ("stage", "i1"), ("user_target", "i1"), ("op_server_attacked", _byte),
+    ("stage", _index), ("user_target", _index), ("op_server_attacked", _byte),
     # Meander (SPEC 7.2)
     ("scanned_subnets", _set), ("scanned_ips", _set), ("exploited_ips", _set), ("escalated_hosts", _set),
     ("host_ip_map", _set),
@@ -103,13 +103,13 @@ def draw_member(e, slot, candidates):
             outcome += 1
     elif outcome < 0 or not (candidates >> outcome) & 1:
         e.impossible_draw = True
-        outcome = draw_lowest(candidates)
+        outcome = lowest_member(candidates)
     e.draws[slot] = outcome
     return outcome
 
 
 @njit
-def draw_lowest(candidates):
+def lowest_member(candidates):
     """The lowest member of a bit set that is not empty."""
     member = 0
     while not (candidates >> member) & 1:
@@ -133,52 +133,29 @@ def draw_event(e, slot, probability):
 # ---------------------------------------------------------------- start of an episode
 
 
-@njit
-def start_episode(e, red_agent):
-    """Put all but settings and random stream back to the start; `red_agent` FREE draws it (SPEC 4)."""
-    e.steps = 0
-    e.sessions[:] = 0
+def _fresh_episode() -> np.ndarray:
+    """The record of an episode that has just begun (SPEC 4); its settings and random stream mean nothing."""
+    fresh = np.zeros(1, STATE)
+    e = fresh[0]
     e.sessions[USER0, PRIVILEGED] = 1  # red's foothold, which nothing ends
-    e.red_access[:] = 0
     e.red_access[USER0] = 2
-    e.decoys[:] = 0
-    e.num_vsftpd[:] = 0
-    e.malware[:] = 0
-    e.restored[:] = 0
-    e.clearable[:] = 0
-    e.ot_up = True
-    e.ot_pid_known = True
-    e.events[:] = 0
-    e.event_ports[:] = 0
-    e.shell_seen[:] = 0
-    e.blue_action = 0
-    e.blue_success = UNKNOWN
-    e.deployed_on = NONE
-    e.malware_found_on = NONE
-    e.compromised[:] = 0
-    e.activity[:] = 0
-    e.cost_tenths = 0
-    e.episode_cost_tenths = 0
-    e.known_ips = 1 << USER0
-    e.known_hosts = 1 << USER0
+    e.known_ips = e.known_hosts = 1 << USER0
     e.known_subnets = 1 << USER
-    e.ot_known = False
-    e.ports[:] = 0
-    e.scanned[:] = 0
-    e.red_action = RED_SLEEP
-    e.red_target = NONE
-    e.red_subnet = NONE
-    e.red_exploit = NONE
-    e.red_success = UNKNOWN
-    e.scan_was_empty = False
-    e.stage = 0
-    e.user_target = NONE
-    e.op_server_attacked = False
-    e.scanned_subnets = 0
-    e.scanned_ips = 0
-    e.exploited_ips = 0
-    e.escalated_hosts = 0
-    e.host_ip_map = 0
+    e.ot_up = e.ot_pid_known = True
+    e.blue_success = e.red_success = UNKNOWN
+    e.deployed_on = e.malware_found_on = NONE
+    e.red_target = e.red_subnet = e.red_exploit = e.user_target = NONE
+    return fresh
+
+
+FRESH_EPISODE = _fresh_episode().view(np.uint8)  # (RECORD_SIZE,) bytes
+RECORD_SIZE = STATE.itemsize
+EPISODE_START = dict(STATE.fields or {})["steps"][1]  # the byte of a record from which a new episode is copied
+
+
+@njit
+def meet_red_agent(e, red_agent):
+    """Play this episode against `red_agent`, or against one drawn from the mixture if it is FREE."""
     if red_agent == FREE:
         u = next_uniform(e)
         for agent in range(len(RED_AGENTS)):

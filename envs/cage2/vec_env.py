@@ -133,7 +133,7 @@ class Cage2VecEnv(VectorEnv):
         removable user, other user and privileged sessions; `clearable` (N, 13) bool, whether Blue can end a
         red session on the host (by Restore if not by Remove; red's permanent foothold on User0 does not
         count); `decoys` (N, 13) uint8, bit k for decoy k of `DECOYS`; `malware` (N, 13) bool; `red_agent`
-        (N,) int8, index into `RED_AGENTS`; `ot_up`, `ot_known` (N,) bool; `steps` (N,) int32 since the
+        (N,) int64, index into `RED_AGENTS`; `ot_up`, `ot_known` (N,) bool; `steps` (N,) int32 since the
         episode began. The arrays change with the next step or reset: read them before `step` for the state
         before the action, after it for the state that it led to.
         """
