@@ -1,0 +1,463 @@
+"""Worked examples that people learn PPO from, recomputed: the right numbers, and wrong rules shown to be wrong.
+
+Several numbers come from public course notes and guides whose own arithmetic does not hold; the tests keep both the
+example and the correction. `docs/` quotes these numbers.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from types import ModuleType
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+
+from tests.test_ppo_math import column, gae, table_loss
+
+# Two environments of three steps that end in a termination: rewards (3, 2), the same values in both.
+REWARDS = torch.tensor([[5.0, -8.0], [4.0, -7.0], [3.0, -5.0]])
+VALUES = torch.tensor([[2.0, 2.0], [3.0, 3.0], [2.5, 2.5]])
+ENDS = torch.tensor([[False, False], [False, False], [True, True]])
+
+
+def advantages_of_the_example(script: ModuleType, gamma: float, gae_lambda: float) -> torch.Tensor:
+    return gae(script, REWARDS, VALUES, 0.0, gamma, gae_lambda, terminations=ENDS)[0]
+
+
+# ---- per-environment advantages -------------------------------------------------------------------------------------
+
+
+def test_one_step_residuals_of_the_two_environments(script: ModuleType) -> None:
+    # 5 + 0.99*3 - 2, 4 + 0.99*2.5 - 3, 3 - 2.5; and -8 + 0.99*3 - 2, -7 + 0.99*2.5 - 3, -5 - 2.5
+    expected = torch.tensor([[5.97, -7.03], [3.475, -7.525], [0.5, -7.5]])
+    torch.testing.assert_close(advantages_of_the_example(script, 0.99, 0.0), expected)
+
+
+def test_advantages_of_the_two_environments(script: ModuleType) -> None:
+    # gamma lambda = 0.9405: 3.475 + 0.9405*0.5 = 3.945, 5.97 + 0.9405*3.945 = 9.681; the same for environment 1
+    expected = torch.tensor([[9.681, -20.741], [3.945, -14.579], [0.5, -7.5]])
+    torch.testing.assert_close(advantages_of_the_example(script, 0.99, 0.95), expected, rtol=0, atol=1e-3)
+    # gamma = lambda = 1: the rewards still to come minus V
+    expected = torch.tensor([[10.0, -22.0], [4.0, -15.0], [0.5, -7.5]])
+    torch.testing.assert_close(advantages_of_the_example(script, 1.0, 1.0), expected)
+
+
+def test_no_gamma_lambda_or_final_value_gives_the_printed_table(script: ModuleType) -> None:
+    """The notes print residuals 3.5, 2.5, 1.5 and advantages 8.2, 4.7, 2.2. In the last step the two are the same
+    number by definition, whatever gamma, lambda and V(s_3) are."""
+    printed_residuals, printed_advantages = (3.5, 2.5, 1.5), (8.2, 4.7, 2.2)
+    assert printed_residuals[-1] != printed_advantages[-1]
+    for gamma, gae_lambda, last_value in itertools.product((0.0, 0.5, 0.99, 1.0), (0.0, 0.5, 0.95, 1.0), (0.0, 2.0)):
+        advantages, _ = gae(script, REWARDS, VALUES, last_value, gamma, gae_lambda)
+        residuals, _ = gae(script, REWARDS, VALUES, last_value, gamma, 0.0)
+        assert torch.equal(advantages[-1], residuals[-1])
+
+
+def test_gae_over_the_interleaved_list_is_another_thing(script: ModuleType) -> None:
+    """Rows s0e0, s0e1, s1e0, s1e1, ... treated as one trajectory mix the environments: for environment 0
+    -3.99, -2.67, 0.5 instead of 9.68, 3.95, 0.5. Its good first action would be punished."""
+    flat, _ = gae(
+        script, REWARDS.reshape(-1, 1), VALUES.reshape(-1, 1), 0.0, 0.99, 0.95, terminations=ENDS.reshape(-1, 1)
+    )
+    of_environment_0 = flat.view(3, 2)[:, 0]
+    torch.testing.assert_close(of_environment_0, torch.tensor([-3.99, -2.67, 0.5]), rtol=0, atol=0.01)
+    assert float(of_environment_0[0]) < 0 < float(advantages_of_the_example(script, 0.99, 0.95)[0, 0])
+
+
+def test_interleaved_order_and_minibatches_of_the_example() -> None:
+    """Flattening (steps, envs) puts the environments side by side; the example's two minibatches use each row once."""
+    names = np.array([[f"s{t}e{n}" for n in range(2)] for t in range(3)])
+    assert names.flatten().tolist() == ["s0e0", "s0e1", "s1e0", "s1e1", "s2e0", "s2e1"]
+    first, second = [2, 1, 5], [4, 3, 0]
+    assert sorted(first + second) == list(range(6))
+    assert names.flatten()[first].tolist() == ["s1e0", "s0e1", "s2e1"]
+
+
+def test_normalization_keeps_the_ranking_but_not_the_signs(script: ModuleType) -> None:
+    """Of the six printed advantages, -1.5 lies above the mean (-3.57), so it becomes +0.18: reinforced."""
+    printed = torch.tensor([8.2, -22.5, 4.7, -12.5, 2.2, -1.5])
+    normalized = script.normalize_advantages(printed)
+    assert torch.equal(printed.argsort(), normalized.argsort())
+    assert float(normalized[-1]) == pytest.approx(0.18, abs=0.005)
+
+
+def test_a_reward_level_is_no_credit_once_the_critic_knows_it(script: ModuleType) -> None:
+    """One environment always pays +10, another -10, five steps. A critic that knows nothing calls every action of the
+    first good (44.4 ... 10) and of the second bad; a converged critic sees 0 in both: it was luck, not credit."""
+    rewards = torch.tensor([[10.0, -10.0]]).expand(5, 2)
+    ends = torch.zeros(5, 2, dtype=torch.bool)
+    ends[-1] = True
+    naive, _ = gae(script, rewards, torch.zeros(5, 2), 0.0, 0.99, 0.95, terminations=ends)
+    torch.testing.assert_close(naive[:, 0], -naive[:, 1])
+    # 10 (1 - 0.9405^5) / (1 - 0.9405) = 44.4
+    torch.testing.assert_close(naive[[0, -1], 0], torch.tensor([44.4, 10.0]), rtol=0, atol=0.01)
+    steps_left = torch.arange(5, 0, -1)[:, None]
+    exact = rewards * (1 - 0.99**steps_left) / (1 - 0.99)
+    informed, _ = gae(script, rewards, exact, 0.0, 0.99, 0.95, terminations=ends)
+    torch.testing.assert_close(informed, torch.zeros(5, 2), rtol=0, atol=1e-4)
+
+
+def test_averaging_rewards_over_environments_gives_another_gradient(script: ModuleType) -> None:
+    """Advantages are taken in each environment, and only the loss is averaged."""
+    zeros = torch.zeros(3, 2)
+    each, _ = gae(script, REWARDS, zeros, 0.0, 0.99, 0.95, terminations=ENDS)
+    mean_rewards = REWARDS.mean(1, keepdim=True).expand(3, 2)
+    averaged, _ = gae(script, mean_rewards, zeros, 0.0, 0.99, 0.95, terminations=ENDS)
+    gradients = [table_loss(script, [1.0] * 6, x.flatten().tolist())[2].log_probs.grad for x in (each, averaged)]
+    assert gradients[0] is not None
+    assert gradients[1] is not None
+    assert float(gradients[0][0]) < 0 < float(gradients[1][0])  # descent: s0e0 is reinforced, or punished by mistake
+    torch.testing.assert_close(gradients[0].sum(), gradients[1].sum())  # the difference is who gets the credit
+
+
+def test_the_flag_at_the_end_reaches_the_first_step(script: ModuleType) -> None:
+    # delta = 1 + 0.99*110 - 100 = 9.9, 1 + 0.99*120 - 110 = 9.8, 1000 - 120 = 880
+    # A_1 = 9.8 + 0.9405*880 = 837.44, A_0 = 9.9 + 0.9405*837.44 = 797.51
+    rewards, values, ends = column(1, 1, 1000), column(100, 110, 120), column(0, 0, 1).bool()
+    residuals, _ = gae(script, rewards, values, 0.0, 0.99, 0.0, terminations=ends)
+    torch.testing.assert_close(residuals, column(9.9, 9.8, 880))
+    advantages, _ = gae(script, rewards, values, 0.0, 0.99, 0.95, terminations=ends)
+    torch.testing.assert_close(advantages, column(797.51, 837.44, 880), rtol=0, atol=0.01)
+    # The guide's code stored "ended after step t" and masked step t with row t + 1 of it (0 after the last row): the
+    # end arrives one step early, and the flag never reaches the steps before it.
+    early = column(0, 1, 0).bool()
+    shifted, _ = gae(script, rewards, values, 0.0, 0.99, 0.95, terminations=early)
+    torch.testing.assert_close(shifted[:2], column(9.9 - 0.9405 * 109, -109.0))
+    torch.testing.assert_close(shifted[0], torch.tensor([-92.6], dtype=torch.float64), rtol=0, atol=0.02)
+
+
+# ---- time limits ----------------------------------------------------------------------------------------------------
+
+
+def test_ignoring_the_value_after_the_rollout_is_wrong(script: ModuleType) -> None:
+    """r = 1 for ever, gamma = 0.99, so V = 100 exactly: nothing was better or worse than expected. A last value of 0
+    invents disappointments from -77.5 to -99."""
+    rewards, values = column(*[1.0] * 5), column(*[100.0] * 5)
+    right, _ = gae(script, rewards, values, 100.0, 0.99, 0.95)
+    torch.testing.assert_close(right, column(*[0.0] * 5), rtol=0, atol=1e-12)
+    wrong, _ = gae(script, rewards, values, 0.0, 0.99, 0.95)
+    # delta_4 = 1 - 100 = -99, the others 0; A_0 = 0.9405^4 * -99 = -77.5
+    torch.testing.assert_close(wrong[[0, -1]], column(-77.46, -99.0), rtol=0, atol=0.01)
+
+
+def test_never_bootstrapping_at_a_time_limit_is_wrong(script: ModuleType) -> None:
+    """The same, cut by a time limit in step 2: as a truncation 0, 0, 0; called a termination -87.6, -93.1, -99."""
+    rewards, values, cut = column(1, 1, 1), column(100, 100, 100), column(0, 0, 1).bool()
+    right, _ = gae(script, rewards, values, 0.0, 0.99, 0.95, truncations=cut, final_values={(2, 0): 100.0})
+    torch.testing.assert_close(right, column(0, 0, 0), rtol=0, atol=1e-12)
+    wrong, _ = gae(script, rewards, values, 0.0, 0.99, 0.95, terminations=cut)
+    torch.testing.assert_close(wrong, column(-87.57, -93.11, -99), rtol=0, atol=0.01)
+
+
+@pytest.mark.parametrize("num_steps", [4, 8, 16])
+def test_bootstrapping_does_not_depend_on_rollout_and_episode_lengths(script: ModuleType, num_steps: int) -> None:
+    """ "Bootstrap if and only if rollouts and episodes differ in length" is wrong: 8-step episodes, three lengths."""
+    cut = torch.zeros(num_steps, 1, dtype=torch.bool)
+    cut[7::8] = True
+    rewards, values = torch.ones(num_steps, 1), torch.full((num_steps, 1), 100.0)
+    final_values = {(t, 0): 100.0 for t in range(7, num_steps, 8)}
+    advantages, _ = gae(script, rewards, values, 100.0, 0.99, 0.95, truncations=cut, final_values=final_values)
+    torch.testing.assert_close(advantages, torch.zeros(num_steps, 1), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize(("gamma", "value"), [(0.9, -10.0), (0.99, -100.0)])
+def test_the_value_of_a_cost_of_1_for_ever(script: ModuleType, gamma: float, value: float) -> None:
+    """Fitting V to its own targets converges to -1 / (1 - gamma), for rollouts of any length that bootstrap."""
+    v = 0.0
+    for _ in range(400):
+        v = float(gae(script, column(*[-1.0] * 5), column(*[v] * 5), v, gamma, 0.95)[1].mean())
+    assert v == pytest.approx(value, rel=1e-3)
+
+
+def test_gamma_1_needs_the_average_reward(script: ModuleType) -> None:
+    """With gamma = 1 the targets sink for ever, 5 rewards a round at most; minus the average reward they stay."""
+    sinking, relative = 0.0, 0.0
+    for _ in range(100):
+        sinking = float(gae(script, column(*[-1.0] * 5), column(*[sinking] * 5), sinking, 1.0, 0.95)[1].mean())
+        centred = column(*[-1.0 - (-1.0)] * 5)
+        relative = float(gae(script, centred, column(*[relative] * 5), relative, 1.0, 0.95)[1].mean())
+    assert sinking < -250
+    assert relative == 0.0
+
+
+# ---- ratio, clip, KL ------------------------------------------------------------------------------------------------
+
+
+def test_the_ratio_example(script: ModuleType) -> None:
+    # pi 0.3, pi_old 0.2, A = 50: 1.5 * 50 = 75, clipped 1.2 * 50 = 60, and the smaller counts
+    loss, metrics, _ = table_loss(script, [0.3 / 0.2], [50.0])
+    assert float(loss) == pytest.approx(-60.0)
+    assert float(metrics["clip_fraction"]) == 1.0
+
+
+def test_the_clipped_objective_is_a_times_a_bounded_ratio(script: ModuleType) -> None:
+    """For A >= 0 it is A min(rho, 1 + eps), for A < 0 it is A max(rho, 1 - eps): no gradient beyond, full before."""
+    for ratio, advantage in itertools.product(np.linspace(0.3, 1.8, 30), (3.0, -3.0)):
+        bounded = min(ratio, 1.2) if advantage >= 0 else max(ratio, 0.8)
+        loss, _, agent = table_loss(script, [float(ratio)], [advantage])
+        assert float(loss) == pytest.approx(-advantage * bounded, rel=1e-5)
+        assert agent.log_probs.grad is not None
+        assert (float(agent.log_probs.grad) == 0) == (bounded != ratio)
+
+
+def test_a_ten_percent_likelier_action_earns_ten_percent_of_its_advantage(script: ModuleType) -> None:
+    """The surrogate to first order: rho = 1.1 changes it by 0.1 A (within the clip)."""
+    before, after = (float(table_loss(script, [ratio], [7.0])[0]) for ratio in (1.0, 1.1))
+    assert before - after == pytest.approx(0.1 * 7.0, rel=1e-5)
+
+
+def test_clipping_does_not_bound_the_policy_change(script: ModuleType) -> None:
+    """Two actions of a softmax that share a logit: the good one's gradient stops at 1 + eps, but the step that got it
+    there was long enough to leave 1.2 far behind, and nothing in the clipped loss brings it back."""
+    logits = torch.zeros(2, requires_grad=True)
+    old_log_probs = torch.full((1,), math.log(0.5))
+
+    class Softmax(torch.nn.Module):
+        def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            zero = torch.zeros(1)
+            return action, logits.log_softmax(0)[:1], zero, zero
+
+    args = script.Args(norm_adv=False, clip_coef=0.2, ent_coef=0.0)
+    optimizer = torch.optim.SGD([logits], lr=3.0)
+    ratios = []
+    for _ in range(5):
+        batch = (torch.zeros(1), torch.zeros(1), old_log_probs, torch.zeros(1), torch.ones(1), torch.zeros(1))
+        loss, _ = script.ppo_loss(Softmax(), *batch, args=args)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        ratios.append(float(logits.detach().softmax(0)[0] / 0.5))
+    assert ratios[0] > 1.8  # one step: far outside
+    assert ratios == [ratios[0]] * 5  # and there it stays: zero gradient, no pull
+
+
+def test_the_two_kl_estimators(script: ModuleType) -> None:
+    """N(0, 1) against N(0.2, 1): KL = 0.2^2 / 2 = 0.02. Both estimates average to it over batches of 256; k1 scatters
+    by 0.2 / sqrt(256) = 0.0125 and is negative for every twentieth batch, k3 scatters a seventh of that and never."""
+    generator = torch.Generator().manual_seed(0)
+    estimates: dict[str, list[float]] = {"old_approx_kl": [], "approx_kl": []}
+    for _ in range(1000):
+        actions = torch.randn(256, generator=generator)
+        log_ratio = 0.2 * actions - 0.02  # log N(a; 0.2, 1) - log N(a; 0, 1)
+        _, metrics, _ = table_loss(script, log_ratio.exp().tolist(), [0.0] * 256)
+        for name, values in estimates.items():
+            values.append(float(metrics[name]))
+    k1, k3 = (np.array(estimates[name]) for name in ("old_approx_kl", "approx_kl"))
+    exact = torch.distributions.kl_divergence(
+        torch.distributions.Normal(0.0, 1.0), torch.distributions.Normal(0.2, 1.0)
+    )
+    assert float(exact) == pytest.approx(0.02)
+    assert k1.mean() == pytest.approx(0.02, abs=0.001)
+    assert k3.mean() == pytest.approx(0.02, abs=0.001)
+    assert k1.std() == pytest.approx(0.0125, rel=0.1)
+    assert k3.std() < k1.std() / 5
+    assert 0.02 < (k1 < 0).mean() < 0.12
+    assert k3.min() > 0
+
+
+def test_kl_is_not_symmetric(script: ModuleType) -> None:
+    """P = (0.5, 0.5), Q = (0.9, 0.1): KL(P||Q) = 0.511, KL(Q||P) = 0.368. k3 on samples of the old policy estimates
+    KL(old||new): exactly so when the batch holds each action as often as the old policy takes it."""
+    p, q = [0.5, 0.5], [0.9, 0.1]
+
+    def kl(a: list[float], b: list[float]) -> float:
+        return sum(x * math.log(x / y) for x, y in zip(a, b, strict=True))
+
+    assert (round(kl(p, q), 3), round(kl(q, p), 3)) == (0.511, 0.368)
+    for old, new, batch in ((p, q, [0, 1] * 5), (q, p, [0] * 9 + [1])):
+        _, metrics, _ = table_loss(script, [new[a] / old[a] for a in batch], [0.0] * 10)
+        assert float(metrics["approx_kl"]) == pytest.approx(kl(old, new), rel=1e-5)
+
+
+# ---- losses, entropies, explained variance --------------------------------------------------------------------------
+
+
+def test_the_value_target_example(script: ModuleType) -> None:
+    # V_old = 100, A = -50: target A + V_old = 50; squared error 50^2 = 2500, and our loss is half of it
+    advantages, returns = gae(script, column(50.0), column(100.0), 0.0, 0.0, 0.0)
+    assert (float(advantages), float(returns)) == (-50.0, 50.0)
+    _, metrics, _ = table_loss(script, [1.0], [0.0], [100.0], [100.0], [50.0])
+    assert float(metrics["value_loss"]) == 1250.0
+
+
+@pytest.mark.parametrize(
+    ("probabilities", "entropy"),
+    [
+        ([0.05, 0.70, 0.15, 0.03, 0.03, 0.02, 0.02], 1.051),
+        ([0.15, 0.17, 0.14, 0.13, 0.16, 0.12, 0.13], 1.939),  # a guide prints 1.95, more than ln 7 allows
+        ([0.02, 0.85, 0.08, 0.02, 0.01, 0.01, 0.01], 0.635),  # a guide prints 0.60
+        ([1 / 7] * 7, 1.946),  # ln 7: the most that seven actions can have
+    ],
+)
+def test_entropies_of_seven_actions(probabilities: list[float], entropy: float) -> None:
+    assert sum(probabilities) == pytest.approx(1.0)
+    computed = float(torch.distributions.Categorical(torch.tensor(probabilities)).entropy())
+    assert computed == pytest.approx(entropy, abs=0.0006)
+    assert computed <= math.log(7) + 1e-6
+
+
+def test_explained_variance_does_not_see_a_constant_error(script: ModuleType) -> None:
+    returns = torch.arange(10.0)
+    assert script.explained_variance(returns + 100, returns) == pytest.approx(1.0)
+    assert float((returns + 100 - returns).abs().mean()) == 100
+
+
+# ---- optimiser ------------------------------------------------------------------------------------------------------
+
+
+def quadratic(target: float, seed: int = 0) -> tuple[torch.nn.Parameter, torch.nn.Parameter, Any]:
+    """An actor and a critic vector with a joint loss in which only the critic's error has the scale of `target`."""
+    generator = torch.Generator().manual_seed(seed)
+    actor, critic = (torch.nn.Parameter(torch.randn(8, generator=generator)) for _ in range(2))
+
+    def loss() -> torch.Tensor:
+        return actor.sin().mean() + 0.5 * ((critic - target) ** 2).mean()
+
+    return actor, critic, loss
+
+
+def test_parameter_groups_of_equal_learning_rate_are_one_group() -> None:
+    """So "one optimiser or two groups" cannot be what makes a policy loss small."""
+    results = []
+    for grouped in (False, True):
+        actor, critic, loss = quadratic(10.0)
+        groups = [{"params": [actor]}, {"params": [critic]}] if grouped else [{"params": [actor, critic]}]
+        optimizer = torch.optim.Adam(groups, lr=1e-2, eps=1e-5)
+        for _ in range(50):
+            optimizer.zero_grad()
+            loss().backward()
+            optimizer.step()
+        results.append(torch.cat([actor, critic]).detach())
+    assert torch.equal(*results)
+
+
+def test_joint_clipping_lets_a_large_value_error_slow_the_actor() -> None:
+    """What does it: under one norm of 0.5 the critic's gradient uses up the allowance, and once it falls the old,
+    tiny actor gradients in Adam's average hold the actor back; with a norm each, the critic's scale is no concern."""
+    movement: dict[tuple[bool, float], float] = {}
+    for joint, target in itertools.product((True, False), (1.0, 1000.0)):
+        actor, critic, loss = quadratic(target)
+        start = actor.detach().clone()
+        optimizer = torch.optim.SGD([actor, critic], lr=1e-2)
+        for _ in range(50):
+            optimizer.zero_grad()
+            loss().backward()
+            for scope in [[actor, critic]] if joint else [[actor], [critic]]:
+                torch.nn.utils.clip_grad_norm_(scope, 0.5)
+            optimizer.step()
+        movement[joint, target] = float((actor.detach() - start).norm())
+    assert movement[True, 1000.0] < 0.05 * movement[True, 1.0]
+    assert movement[False, 1000.0] == pytest.approx(movement[False, 1.0])
+
+
+# ---- the policy gradient and its baseline ---------------------------------------------------------------------------
+
+
+def softmax_gradients(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(pi (3,), the gradient of log pi(a) for each action a, (3, 3)), by enumeration."""
+    rows = []
+    for action in range(3):
+        leaf = logits.clone().requires_grad_()
+        rows.append(torch.autograd.grad(leaf.log_softmax(0)[action], leaf)[0])
+    return logits.softmax(0), torch.stack(rows)
+
+
+def test_a_baseline_does_not_change_the_expected_gradient() -> None:
+    """E[b grad log pi] = b sum over a of pi(a) grad log pi(a) = b grad sum over a of pi(a) = b grad 1 = 0."""
+    pi, gradients = softmax_gradients(torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64))
+    torch.testing.assert_close(pi @ gradients, torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-15)
+    assert gradients.abs().max() > 0.5  # each term for itself is far from 0
+
+
+def test_a_baseline_of_1000_under_rewards_of_990_to_1010_saves_nearly_all_variance() -> None:
+    pi, gradients = softmax_gradients(torch.zeros(3, dtype=torch.float64))
+    rewards = torch.tensor([990.0, 1000.0, 1010.0], dtype=torch.float64)
+    means, variances = [], []
+    for baseline in (0.0, 1000.0):
+        samples = (rewards - baseline)[:, None] * gradients
+        means.append(pi @ samples)
+        variances.append(float((pi @ (samples - means[-1]) ** 2).sum()))
+    torch.testing.assert_close(means[0], means[1], rtol=0, atol=1e-9)
+    # without: about 1000^2 * 2/3; with: (10^2 * 2/3 * 2/3) - |mean|^2 = 44.4 - 22.2
+    assert variances[0] == pytest.approx(666_688.9, rel=1e-3)
+    assert variances[1] == pytest.approx(22.2, rel=1e-2)
+
+
+# ---- sizes and schedules --------------------------------------------------------------------------------------------
+
+
+def test_sizes_of_the_examples(script: ModuleType) -> None:
+    args = script.Args(num_envs=32, num_steps=128, total_timesteps=10_000_000, num_minibatches=16, update_epochs=4)
+    assert (args.batch_size, args.minibatch_size, args.num_updates) == (4096, 256, 2441)
+    assert args.num_minibatches * args.update_epochs == 64  # optimiser steps an update
+    args = script.Args(num_envs=10, num_steps=32, num_minibatches=4)
+    assert (args.batch_size, args.minibatch_size) == (320, 80)
+
+
+def test_thresholds_are_crossed_where_multiples_are_missed(script: ModuleType) -> None:
+    """`step % 100_000 == 0` in steps of 4096 is first true at lcm(4096, 100 000) = 12.8 million, after the end."""
+    assert math.lcm(4096, 100_000) == 12_800_000
+    steps = [4096 * update for update in range(1, 2442)]
+    assert not [step for step in steps if step % 100_000 == 0]
+    assert sum(script.crossed(step, 4096, 100_000) for step in steps) == 99  # and one more at the end of the run
+    assert [step for step in steps if script.crossed(step, 4096, 100_000)][:2] == [102_400, 200_704]
+    assert not [step for step in range(256, 100_001, 256) if step % 10_000 == 0]  # in the guide's debug preset too
+    assert sum(script.crossed(step, 256, 10_000) for step in range(256, 100_001, 256)) == 9
+
+
+def test_crossed_at_the_edges(script: ModuleType) -> None:
+    assert script.crossed(100, 50, 100)  # reached exactly
+    assert not script.crossed(150, 50, 100)  # reached before
+    assert script.crossed(350, 250, 100)  # three at once: one evaluation
+    assert not script.crossed(99, 99, 100)
+    assert not script.crossed(1000, 1000, 0)  # 0: never
+
+
+def test_a_loop_over_num_updates_plus_1_overruns_the_budget(script: ModuleType) -> None:
+    """`for update in range(num_updates + 1)` with fraction 1 - (update - 1) / n: one pass more than paid for, and the
+    first learning rate is larger than asked for. (What our loop does is tested in test_continuous_script.py.)"""
+    args = script.Args(num_envs=8, num_steps=16, total_timesteps=1000, num_minibatches=1)
+    n = args.num_updates
+    assert n == 7  # 7 * 128 = 896 <= 1000 < 1024
+    notes = [1 - (update - 1) / n for update in range(n + 1)]
+    assert (len(notes) * args.batch_size, notes[0], notes[-1]) == (1024, 1 + 1 / n, pytest.approx(1 / n))
+
+
+def test_a_reward_divided_by_time_hides_a_growing_queue() -> None:
+    """A backlog of 10, 20, ..., 100 in steps 1 ... 10 becomes a flat -10."""
+    assert [-10 * t / t for t in range(1, 11)] == [-10.0] * 10
+
+
+# ---- environments ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("env_id", "obs", "actions"), [("Ant-v5", 105, 8), ("HalfCheetah-v5", 17, 6), ("Humanoid-v5", 348, 17)]
+)
+def test_sizes_of_the_robots(env_id: str, obs: int, actions: int) -> None:
+    env = gym.make(env_id)
+    assert env.observation_space.shape == (obs,)
+    assert env.action_space.shape == (actions,)
+    assert isinstance(env.action_space, gym.spaces.Box)
+    assert float(env.action_space.high[0]) == pytest.approx(0.4 if env_id == "Humanoid-v5" else 1.0)
+    env.close()
+
+
+def test_make_vec_is_synchronous_and_resets_in_the_next_step_unless_told_otherwise() -> None:
+    envs = gym.make_vec("InvertedPendulum-v5", num_envs=2)
+    assert isinstance(envs, gym.vector.SyncVectorEnv)
+    assert envs.metadata["autoreset_mode"] is gym.vector.AutoresetMode.NEXT_STEP
+    envs.reset(seed=0)
+    ended = np.zeros(2, dtype=bool)
+    for _ in range(200):
+        _, rewards, terminated, truncated, _ = envs.step(np.full((2, 1), 3.0, dtype=np.float32))
+        if ended.any():
+            break
+        ended = terminated | truncated
+    assert ended.any()
+    assert not rewards[ended].any()  # the step after the end only resets: no reward, action ignored
+    envs.close()
