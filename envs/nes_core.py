@@ -154,7 +154,7 @@ class NesPyCore:
 
     nes-py can copy its state to one slot inside itself, but offers no way to take it out. So what `save`
     returns is the console's whole input history since it was switched on: one uint32 a frame. The emulator is
-    deterministic, so that replaying it is exact (0.3 s for a stage's start, some 1.2 ms for every further
+    deterministic, so that replaying it is exact (0.2 s for a stage's start, some 1.2 ms for every further
     frame). The slot makes the common case quick: `load` keeps the last state it loaded there, and returns to
     it in microseconds.
     """
@@ -200,8 +200,9 @@ class NesPyCore:
             self._history = history[:known]
             self._replay(history[known:])
         else:
-            self.power_on()
-            self._replay(history)
+            if history != self._history or self._emulator is None:  # else it is in that state already
+                self.power_on()
+                self._replay(history)
             self._emulator.backup()
             self._slot = history
 
