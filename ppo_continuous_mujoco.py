@@ -48,6 +48,7 @@ from torch.utils.tensorboard import SummaryWriter
 import envs.queueing  # noqa: F401  (registers TwoQueue-v0)
 from envs.mujoco_batch import TASKS, MujocoBatchVecEnv
 from envs.normalize import NormalizeObservation, NormalizeReward
+from envs.save_state import get_vector_state, make, set_vector_state
 from envs.subproc_vec_env import SubprocVecEnv
 
 SCRIPT = Path(__file__).stem
@@ -117,13 +118,13 @@ class Args:
     learning_rate: float = 3e-4
     """Adam's step size at the start"""
     critic_learning_rate: float | None = None
-    """Adam's step size for the critic; default: --learning-rate"""
+    """Adam's step size for the critic, with --optimizer separate; default: --learning-rate"""
     anneal_lr: bool = True
     """let the learning rates decay over the run"""
     lr_decay: Literal["linear", "exponential"] = "linear"
     """linear: to 0; exponential: to a hundredth"""
     optimizer: Literal["shared", "separate"] = "shared"
-    """shared: clip the joint gradient norm of actor and critic; separate: clip each network's own"""
+    """shared: one gradient norm and one learning rate for actor and critic; separate: each its own"""
     gamma: float = 0.99
     """discount per step"""
     gae_lambda: float = 0.95
@@ -238,8 +239,10 @@ def validate(args: Args) -> None:
         raise UsageError(f"{other} is another reward scale than --norm-reward; add --no-norm-reward.")
     if args.reset_steps is not None and args.reset_steps < 1:
         raise UsageError(f"--reset-steps must be at least 1, not {args.reset_steps}.")
-    if args.critic_learning_rate is not None and args.critic_learning_rate <= 0:
-        raise UsageError(f"--critic-learning-rate must be positive, not {args.critic_learning_rate}.")
+    if args.critic_learning_rate is not None and (args.critic_learning_rate <= 0 or args.optimizer == "shared"):
+        raise UsageError(
+            f"--critic-learning-rate {args.critic_learning_rate} must be positive, with --optimizer separate."
+        )
 
 
 # ==========================================================================================================
@@ -303,9 +306,10 @@ class Agent(nn.Module):
         entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1).expand_as(log_prob)
         return action, log_prob, entropy, self.get_value(obs)
 
-    def networks(self) -> list[list[nn.Parameter]]:
-        """Its parameters: the actor's, then the critic's."""
-        return [[*self.actor_mean.parameters(), self.actor_log_std], [*self.critic.parameters()]]
+    def networks(self, args: Args) -> list[list[nn.Parameter]]:
+        """The parameters that share a gradient norm and a learning rate: actor and critic together, or each alone."""
+        actor, critic = [*self.actor_mean.parameters(), self.actor_log_std], [*self.critic.parameters()]
+        return [actor + critic] if args.optimizer == "shared" else [actor, critic]
 
 
 # ==========================================================================================================
@@ -401,9 +405,9 @@ APPROX_KL = LOSS_METRICS.index("approx_kl")
 
 
 def ppo_gradients(agent: Agent, minibatch: Any, args: Args) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The gradient of `ppo_loss`, a flat vector for each of `agent.networks()`, and LOSS_METRICS as a vector."""
-    loss, metrics = ppo_loss(agent, *minibatch, args=args)
-    networks = agent.networks()
+    """The gradient of `ppo_loss`, a flat vector for each of `agent.networks(args)`, and LOSS_METRICS as a vector."""
+    loss, metrics = ppo_loss(agent, *minibatch, args=args)  # type: ignore[misc]
+    networks = agent.networks(args)
     gradients = iter(torch.autograd.grad(loss, [p for network in networks for p in network]))
     flat = [torch.cat([next(gradients).reshape(-1) for _ in network]) for network in networks]
     return flat, torch.stack([metrics[name] for name in LOSS_METRICS])
@@ -412,7 +416,8 @@ def ppo_gradients(agent: Agent, minibatch: Any, args: Args) -> tuple[list[torch.
 def flatten_parameters(network: list[nn.Parameter]) -> nn.Parameter:
     """Move parameters into one vector and make them views of it.
 
-    Clipping and Adam then handle one long tensor instead of a dozen short ones, half the cost of a small step.
+    Clipping and Adam then handle one long tensor instead of a dozen short ones, which halves the cost of a step of
+    networks as small as these.
     """
     flat = torch.cat([p.detach().reshape(-1) for p in network])
     for p, part in zip(network, flat.split([p.numel() for p in network]), strict=True):
@@ -451,7 +456,7 @@ def make_envs(args: Args, training: bool = True, render_mode: str | None = None)
     if kind == "auto" or not training:
         kind = "batch" if args.env_id in TASKS else "subproc" if training else "sync"
     make_kwargs: dict[str, Any] = {} if args.reset_steps is None else {"max_episode_steps": args.reset_steps}
-    env_fns = [partial(gym.make, args.env_id, render_mode=render_mode, **make_kwargs)] * args.num_envs
+    env_fns = [partial(make, args.env_id, render_mode=render_mode, **make_kwargs)] * args.num_envs
     vec_env: VectorEnv
     if kind == "sync" or render_mode is not None:
         vec_env = SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
@@ -825,7 +830,7 @@ def train(args: Args) -> dict[str, Any]:
     assert vec_env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP  # so that final_obs below exists
     action_space = vec_env.single_action_space
     agent = Agent(vec_env, args).to(device)
-    networks = [flatten_parameters(network) for network in agent.networks()]
+    networks = [flatten_parameters(network) for network in agent.networks(args)]
     learning_rates = [args.learning_rate, args.critic_learning_rate or args.learning_rate]
     optimizer = torch.optim.Adam([{"params": [network]} for network in networks], eps=1e-5, fused=True)  # detail 3
     gradients_of, act = ppo_gradients, agent.get_action
@@ -833,8 +838,8 @@ def train(args: Args) -> dict[str, Any]:
         print("No C++ compiler was found, so --compile is off; with one, training is about twice as fast.")
     elif args.compile:
         torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
-        gradients_of = torch.compile(ppo_gradients, fullgraph=True, dynamic=False)
-        act = torch.compile(agent.get_action, fullgraph=True, dynamic=False)
+        compiler = partial(torch.compile, fullgraph=True, dynamic=False, options={"cpp_wrapper": device.type == "cpu"})
+        gradients_of, act = compiler(ppo_gradients), compiler(agent.get_action)
 
     # The rollout, time-major: row t holds what happened at step t in each environment.
     obs = torch.zeros((num_steps, num_envs, *vec_env.single_observation_space.shape), device=device)
@@ -851,8 +856,11 @@ def train(args: Args) -> dict[str, Any]:
         counters = Counters(**checkpoint["counters"])
         agent.load_state_dict(checkpoint["agent"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-        vec_env.set_state(to_arrays(checkpoint["envs"]))
-        env_obs, episode_returns, episode_lengths = to_arrays(checkpoint["episodes"])
+        if set_vector_state(vec_env, to_arrays(checkpoint["envs"])):
+            env_obs, episode_returns, episode_lengths = to_arrays(checkpoint["episodes"])
+        else:
+            print(f"{args.env_id} cannot be saved (it has no get_state), so new episodes begin; not the same run.")
+            env_obs, _ = vec_env.reset(seed=args.seed + counters.global_step)
         set_random_states(checkpoint["random"])
         print(f"continuing after step {counters.global_step:,}", flush=True)
     next_obs = torch.as_tensor(env_obs, dtype=torch.float32, device=device)
@@ -860,7 +868,7 @@ def train(args: Args) -> dict[str, Any]:
     def state() -> dict[str, Any]:
         """All that the rest of the run depends on."""
         return {"format": FORMAT, "args": asdict(args), "counters": asdict(counters), "random": random_states(),
-                "agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "envs": vec_env.get_state(),
+                "agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "envs": get_vector_state(vec_env),
                 "episodes": [env_obs, episode_returns, episode_lengths],
                 "observation_statistics": observation_statistics(vec_env)}  # fmt: skip
 
@@ -873,7 +881,7 @@ def train(args: Args) -> dict[str, Any]:
         started = time.perf_counter()
         counters.update += 1
         progress = (counters.update - 1) / args.num_updates if args.anneal_lr else 0.0  # detail 4
-        for group, learning_rate in zip(optimizer.param_groups, learning_rates, strict=True):
+        for group, learning_rate in zip(optimizer.param_groups, learning_rates, strict=False):
             group["lr"] = learning_rate * (1 - progress if args.lr_decay == "linear" else 0.01**progress)
 
         # --- collect ----------------------------------------------------------------------------------
@@ -939,17 +947,18 @@ def train(args: Args) -> dict[str, Any]:
                 kl_exceeded = args.target_kl is not None and float(metrics[APPROX_KL]) > args.target_kl
                 if kl_exceeded:
                     break
-                for network, gradient in zip(networks, gradients, strict=True):
-                    network.grad = gradient
-                scopes = [networks] if args.optimizer == "shared" else [[network] for network in networks]
-                norms = [nn.utils.clip_grad_norm_(scope, args.max_grad_norm or math.inf) for scope in scopes]
-                grad_norm = math.hypot(*map(float, norms))  # detail 11
+                norms = [float(torch.linalg.vector_norm(gradient)) for gradient in gradients]
+                grad_norm = math.hypot(*norms)
                 if not math.isfinite(grad_norm):
                     np.savez(logdir / "postmortem.npz", *[x.cpu() for x in minibatch])
                     raise FloatingPointError(
                         f"The gradient of update {counters.update} is not finite; the weights were not touched, the "
                         f"minibatch is in {logdir / 'postmortem.npz'}. A smaller --learning-rate may help."
                     )
+                for network, gradient, norm in zip(networks, gradients, norms, strict=True):
+                    if args.max_grad_norm is not None and norm > args.max_grad_norm:  # detail 11
+                        gradient *= args.max_grad_norm / norm
+                    network.grad = gradient
                 optimizer.step()
                 metric_sums += metrics
                 grad_norm_sum += grad_norm
@@ -1029,6 +1038,7 @@ def train(args: Args) -> dict[str, Any]:
         outcome = "stopped; continue with --resume --logdir"
     else:
         update_leaderboard(logdir, args, counters.best_return, counters.global_step)
+        evaluation = {name.removeprefix("eval/"): column[-1] for name, column in read_csv(logdir / "eval.csv").items()}
         outcome = f"evaluation {evaluation['mean_return']:.1f} +- {evaluation['std_return']:.1f}; run folder"
     logger.line(f"{counters.global_step:,} steps in {counters.seconds:.0f} s, {outcome} {logdir}", final=True)
     return {"logdir": str(logdir), "signal": interrupt.signum, **asdict(counters),
@@ -1116,10 +1126,11 @@ def parse_args(argv: list[str]) -> Args:
                 raise UsageError(f"There is no preset {name!r}; did you mean {close}? Presets: {', '.join(PRESETS)}.")
             values |= PRESETS[name]
         argv = argv[:start] + argv[stop:]
-    if "--resume" in argv and "--logdir" in argv[:-1]:
-        logdir = Path(argv[argv.index("--logdir") + 1])
-        values = load_latest(logdir, "cpu")["args"] | values
-    return tyro.cli(Args, args=argv, default=Args(**values), description=__doc__)
+    args = tyro.cli(Args, args=argv, default=Args(**values), description=__doc__)
+    if args.resume and args.logdir is not None:
+        saved = load_latest(Path(args.logdir), "cpu")["args"]
+        args = tyro.cli(Args, args=argv, default=Args(**(saved | values)))
+    return args
 
 
 def main(argv: list[str]) -> int:

@@ -15,6 +15,8 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import VectorEnv, VectorWrapper
 
+from envs.save_state import get_vector_state, set_vector_state
+
 
 class RunningMeanStd:
     """Mean and variance of a stream of batches, merged by Chan et al.'s parallel formula (1979)."""
@@ -27,6 +29,8 @@ class RunningMeanStd:
     def update(self, batch: np.ndarray) -> None:
         """Absorb `batch` (batch_size, *shape)."""
         size = batch.shape[0]
+        if size == 0:
+            return
         batch_mean = np.add.reduce(batch, 0) / size
         centred = batch - batch_mean
         self.merge(batch_mean, np.add.reduce(centred * centred, 0) / size, size)
@@ -47,6 +51,13 @@ class RunningMeanStd:
         self.count = float(state["count"])
 
 
+def _clip(values: np.ndarray, limit: float) -> np.ndarray:
+    """Clip to [-limit, limit], except infinities, which become nan: they are a fault, and must not look healthy."""
+    clipped = np.minimum(np.maximum(values, -limit), limit)
+    infinite = np.isinf(values)
+    return np.where(infinite, np.nan, clipped) if infinite.any() else clipped
+
+
 class _SaveableWrapper(VectorWrapper):
     """A vector wrapper that can be frozen and passes state requests through to what it wraps."""
 
@@ -61,12 +72,13 @@ class _SaveableWrapper(VectorWrapper):
         raise NotImplementedError
 
     def get_state(self) -> dict[str, Any]:
-        """This wrapper's statistics under "own", the wrapped environments' state under "env"."""
-        return {"own": self.own_state(), "env": self.env.get_state()}  # type: ignore[attr-defined]
+        """This wrapper's statistics under "own", the wrapped environments' state, or None, under "env"."""
+        return {"own": self.own_state(), "env": get_vector_state(self.env)}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: dict[str, Any]) -> bool:
+        """Restore what `get_state` returned; False if the environments themselves could not be saved."""
         self.set_own_state(state["own"])
-        self.env.set_state(state["env"])  # type: ignore[attr-defined]
+        return set_vector_state(self.env, state["env"])
 
 
 class NormalizeObservation(_SaveableWrapper):
@@ -90,24 +102,28 @@ class NormalizeObservation(_SaveableWrapper):
     def normalize(self, obs: np.ndarray) -> np.ndarray:
         """(..., *shape) -> float32 (..., *shape) with the statistics as they stand."""
         scaled = (obs - self.statistics.mean) / np.sqrt(self.statistics.var + self.epsilon)
-        return np.minimum(np.maximum(scaled, -self.clip), self.clip).astype(np.float32)
+        return _clip(scaled, self.clip).astype(np.float32)
 
     def reset(self, *, seed=None, options=None):
         obs, infos = self.env.reset(seed=seed, options=options)
-        if self.training:
-            self.statistics.update(obs)
+        self._count(obs)
         return self.normalize(obs), infos
 
     def step(self, actions):
         obs, rewards, terminations, truncations, infos = self.env.step(actions)
-        if self.training:
-            self.statistics.update(obs)
+        self._count(obs)
         if "final_obs" in infos:
             final_obs = infos["final_obs"].copy()
             for n in np.flatnonzero(infos["_final_obs"]):
                 final_obs[n] = self.normalize(final_obs[n])
             infos["final_obs"] = final_obs
         return self.normalize(obs), rewards, terminations, truncations, infos
+
+    def _count(self, obs: np.ndarray) -> None:
+        if self.training:
+            finite = np.isfinite(obs)
+            # A broken environment must not poison the statistics of all: its row is left out, and stays visible.
+            self.statistics.update(obs if finite.all() else obs[finite.reshape(len(obs), -1).all(1)])
 
     def own_state(self) -> dict[str, Any]:
         return self.statistics.get_state()
@@ -136,17 +152,12 @@ class NormalizeReward(_SaveableWrapper):
         obs, rewards, terminations, truncations, infos = self.env.step(actions)
         self.returns = self.returns * self.gamma + rewards
         if self.training:
-            self.statistics.update(self.returns)
+            finite = np.isfinite(self.returns)
+            self.statistics.update(self.returns if finite.all() else self.returns[finite])
         self.returns[terminations | truncations] = 0.0
         infos["raw_reward"] = rewards
-        scaled = rewards / np.sqrt(self.statistics.var + self.epsilon)
-        return (
-            obs,
-            np.minimum(np.maximum(scaled, -self.clip), self.clip),
-            terminations,
-            truncations,
-            infos,
-        )
+        scaled = _clip(rewards / np.sqrt(self.statistics.var + self.epsilon), self.clip)
+        return obs, scaled, terminations, truncations, infos
 
     def own_state(self) -> dict[str, Any]:
         return {"returns": self.returns.copy(), **self.statistics.get_state()}

@@ -1,0 +1,104 @@
+"""Saving and restoring environments, so that a continued run is the unbroken one.
+
+An environment can be saved if some layer of it has `get_state()` and `set_state(state)`, or if it is one of
+Gymnasium's MuJoCo tasks. `make` is `gymnasium.make` with the state of all layers made accessible;
+`get_vector_state` and `set_vector_state` handle whole vector environments, ours or Gymnasium's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import mujoco
+import numpy as np
+from gymnasium.envs.mujoco import MujocoEnv
+from gymnasium.vector import VectorEnv
+
+from envs._subproc_worker import plain_attributes, state_layers
+from envs.mujoco_batch import without_deprecation_note
+
+INTEGRATION = mujoco.mjtState.mjSTATE_INTEGRATION  # coordinates, velocities, controls, warm start
+
+
+def make(env_id: str, **kwargs: Any) -> gym.Env:
+    """`gymnasium.make(env_id, **kwargs)` inside `SaveState`."""
+    with without_deprecation_note():
+        return SaveState(gym.make(env_id, **kwargs))
+
+
+class SaveState(gym.Wrapper):
+    """Offers the state of an environment and of all its wrappers (the time limit's counter) as one.
+
+    `state` is a property as well, because Gymnasium's vector environments read and write attributes. Every access
+    raises TypeError for an environment that cannot be saved.
+    """
+
+    def get_state(self) -> dict[str, Any]:
+        env, wrappers = _layers(self.env)
+        inner = _mujoco_state(env) if isinstance(env, MujocoEnv) else env.get_state()
+        return {"env": inner, "wrappers": [plain_attributes(wrapper) for wrapper in wrappers]}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        env, wrappers = _layers(self.env)
+        if isinstance(env, MujocoEnv):
+            _set_mujoco_state(env, state["env"])
+        else:
+            env.set_state(state["env"])
+        for wrapper, attributes in zip(wrappers, state["wrappers"], strict=True):
+            vars(wrapper).update(attributes)
+
+    state = property(get_state, set_state)
+
+
+def _layers(env: gym.Env) -> tuple[Any, list[gym.Wrapper]]:
+    """The layer that holds the state and the wrappers around it; MuJoCo's own `set_state(qpos, qvel)` is not one."""
+    if not isinstance(env.unwrapped, MujocoEnv):
+        return state_layers(env)
+    wrappers: list[gym.Wrapper] = []
+    while isinstance(env, gym.Wrapper):
+        wrappers.append(env)
+        env = env.env
+    return env, wrappers
+
+
+def _mujoco_state(env: MujocoEnv) -> dict[str, Any]:
+    integration = np.empty(mujoco.mj_stateSize(env.model, INTEGRATION))
+    mujoco.mj_getState(env.model, env.data, integration, INTEGRATION)
+    derived = {name: value.copy() for name, value in _arrays(env.data).items()}
+    return {"integration": integration, "derived": derived, "rng": env.np_random.bit_generator.state}
+
+
+def _set_mujoco_state(env: MujocoEnv, state: dict[str, Any]) -> None:
+    mujoco.mj_setState(env.model, env.data, state["integration"], INTEGRATION)
+    # After mj_step the positions of bodies lag the coordinates by one sub-step, and rewards are computed from them;
+    # mj_forward, which the arrays of contacts need for their size, lets them catch up. So they are put back.
+    mujoco.mj_forward(env.model, env.data)
+    for name, value in _arrays(env.data).items():
+        if value.shape == state["derived"][name].shape:
+            value[...] = state["derived"][name]
+    env.np_random.bit_generator.state = state["rng"]
+
+
+def _arrays(data: mujoco.MjData) -> dict[str, np.ndarray]:
+    """The numerical arrays of a simulation by name, as live views."""
+    arrays = {name: getattr(data, name) for name in dir(data) if not name.startswith("_")}
+    return {name: a for name, a in arrays.items() if isinstance(a, np.ndarray) and a.dtype.kind in "fiu" and a.size}
+
+
+def get_vector_state(vec_env: VectorEnv) -> Any:
+    """The state of a vector environment, ours or Gymnasium's over environments from `make`; None if it has none."""
+    try:
+        return vec_env.get_state() if hasattr(vec_env, "get_state") else list(vec_env.get_attr("state"))  # type: ignore[attr-defined]
+    except TypeError:
+        return None
+
+
+def set_vector_state(vec_env: VectorEnv, state: Any) -> bool:
+    """Restore what `get_vector_state` returned. Returns False if there was nothing to restore."""
+    if state is None:
+        return False
+    if hasattr(vec_env, "set_state"):
+        return vec_env.set_state(state) is not False  # our wrappers report on the environments inside
+    vec_env.set_attr("state", state)  # type: ignore[attr-defined]
+    return True
