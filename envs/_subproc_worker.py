@@ -26,13 +26,14 @@ from gymnasium.vector import AutoresetMode
 from envs._shared_memory import InfoWriter, SharedBatch, map_tree, write_tree
 
 # Columns of SharedBatch.control, one row per worker.
-COMMAND, REPLY, RUNNING = 0, 1, 2
+COMMAND, REPLY, RUNNING, DONE = 0, 1, 2, 3
 STEP, MESSAGE = (
     0,
     1,
 )  # COMMAND: step with the shared actions, or read a (name, requests) message from the pipe
 EMPTY, PICKLED = 0, 1  # REPLY: all is in shared memory, or an (errors, results) message is in the pipe
 IDLE = -1  # RUNNING: the index of the environment whose code is running, or IDLE
+# DONE: 0 from the command to its reply, then 1
 
 SPINS = 200  # polls, about 100 us, before a worker sleeps: to wake a sleeper takes tens of us, a small step less
 SMALL_MESSAGE = 32_768  # bytes that surely fit the pipe's buffer
@@ -51,12 +52,36 @@ class WorkerSetup:
     env_fns: list[Callable[[], Env]]
     pipe: connection.Connection
     go: Semaphore
-    done: Semaphore
+    finish: Finish
     crash_pipe: connection.Connection
     autoreset_mode: AutoresetMode
     episode_statistics: bool
     spin: bool
     inherited: list[connection.Connection]  # the parent's ends of pipes, which fork copies into the worker
+
+
+@dataclass
+class Finish:
+    """Wakes the parent once, when the last of the workers it waits for is done, and not at each one's end.
+
+    The parent shares the cores with the workers, and each time it wakes it interrupts one that is not done. Before a
+    command to k workers it puts k - 1 tokens on the table; who is done takes one, and who finds none wakes the parent.
+    """
+
+    tokens: Semaphore
+    all_done: Semaphore
+
+    def prepare(self, num_workers: int) -> None:
+        """Lay out the tokens for a command; a worker that died may have left one."""
+        while self.tokens.acquire(False):
+            pass
+        for _ in range(num_workers - 1):
+            self.tokens.release()
+
+    def report(self) -> None:
+        """Say that a worker is done."""
+        if not self.tokens.acquire(False):
+            self.all_done.release()
 
 
 @dataclass
@@ -140,6 +165,7 @@ class Worker:
 
     def __init__(self, setup: WorkerSetup) -> None:
         self.setup = setup
+        self.first = setup.env_indices.start
         self.envs: list[Env] = []
         self.needs_reset = [False] * len(setup.env_indices)  # under NEXT_STEP: the next step resets instead
         self.returns = [0.0] * len(setup.env_indices)
@@ -166,7 +192,7 @@ class Worker:
     def attach(self, shared: SharedBatch) -> None:
         """Take views of this worker's rows; memoryviews where single numbers are written, being twice as fast."""
         shared.close()
-        rows = slice(self.setup.env_indices.start, self.setup.env_indices.stop)
+        rows = slice(self.first, self.setup.env_indices.stop)
         self.control = memoryview(shared.control[self.setup.index])
         self.rewards = memoryview(shared.rewards[rows])
         self.terminations = memoryview(shared.terminations[rows])
@@ -203,20 +229,18 @@ class Worker:
                 errors, results = getattr(self, name)(requests)
             control[RUNNING] = IDLE
 
-            if not errors and not results:
-                control[REPLY] = EMPTY
-                setup.done.release()
-                continue
-            control[REPLY] = PICKLED
-            message = self.pickle(errors, results)
+            message = b""
+            if errors or results:
+                message = self.pickle(errors, results)
+            control[REPLY] = PICKLED if message else EMPTY
             # What does not fit the pipe waits there until the parent, once told, reads; what fits is better sent
             # first, so that the parent does not wake only to wait.
+            if 0 < len(message) <= SMALL_MESSAGE:
+                setup.pipe.send_bytes(message)
+            control[DONE] = 1
+            setup.finish.report()
             if len(message) > SMALL_MESSAGE:
-                setup.done.release()
                 setup.pipe.send_bytes(message)
-            else:
-                setup.pipe.send_bytes(message)
-                setup.done.release()
             if errors and name in ("step", "reset"):
                 return
 
@@ -225,7 +249,7 @@ class Worker:
         try:
             return reduction.ForkingPickler.dumps((errors, results))
         except Exception:
-            guilty = EnvError.current(self.setup.env_indices.start)
+            guilty = EnvError.current(self.first)
             for env_index, result in results:
                 try:
                     reduction.ForkingPickler.dumps(result)
@@ -239,39 +263,42 @@ class Worker:
         errors: list[EnvError] = []
         infos: Results = []
         known_layout = self.info_writer.layout
-        plain_action = isinstance(self.actions, np.ndarray)
+        control, actions, write_info = self.control, self.actions, self.info_writer.write
+        plain_actions = isinstance(actions, np.ndarray)
         for slot, env in enumerate(self.envs):
-            env_index = self.setup.env_indices.start + slot
-            self.control[RUNNING] = env_index
+            env_index = self.first + slot
+            control[RUNNING] = env_index
             try:
+                over = False
                 if self.needs_reset[slot]:
                     observation, info = self.begin_episode(slot)
                     reward, terminated, truncated = 0.0, False, False
-                    over = False
                 else:
-                    # A copy, since an environment may keep its action while the next one overwrites this row.
-                    if plain_action:
-                        action = self.actions[slot].copy()
+                    # A copy, since an environment may keep its action, and the next one overwrites this row.
+                    if plain_actions:
+                        action = actions[slot].copy()
                     else:
-                        action = map_tree(self.actions, lambda array, slot=slot: array[slot].copy())  # type: ignore
+                        action = map_tree(actions, lambda array, slot=slot: array[slot].copy())  # type: ignore
                     observation, reward, terminated, truncated, info = env.step(action)
                     self.returns[slot] += float(reward)
                     self.lengths[slot] += 1
-                    over = terminated or truncated
-                    if over:
+                    if terminated or truncated:
+                        over = True
                         observation, info = self.end_episode(slot, observation, info)
                 write_tree(self.observations[slot], observation)
                 self.rewards[slot] = reward
                 self.terminations[slot] = terminated
                 self.truncations[slot] = truncated
-                shared_info = bool(info) and not over and self.info_writer.write(slot, info)
-                self.has_info[slot] = shared_info
-                if info and not shared_info:
-                    infos.append((env_index, info))
+                self.has_info[slot] = False
+                if info:
+                    if not over and write_info(slot, info):
+                        self.has_info[slot] = True
+                    else:
+                        infos.append((env_index, info))
             except BaseException:
                 errors.append(EnvError.current(env_index))
         if self.info_writer.layout is not known_layout:
-            infos.append((self.setup.env_indices.start, self.info_writer.layout))
+            infos.append((self.first, self.info_writer.layout))
         return errors, infos
 
     def begin_episode(self, slot: int, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
@@ -304,7 +331,7 @@ class Worker:
     def await_reset(self, requests: Requests) -> tuple[list[EnvError], Results]:
         """Under NEXT_STEP, let the next step reset these environments."""
         for env_index, _ in requests:
-            self.needs_reset[env_index - self.setup.env_indices.start] = True
+            self.needs_reset[env_index - self.first] = True
         return [], []
 
     def call(self, requests: Requests) -> tuple[list[EnvError], Results]:
@@ -356,7 +383,7 @@ class Worker:
         for env_index, arguments in requests:
             self.control[RUNNING] = env_index
             try:
-                results.append((env_index, action(env_index - self.setup.env_indices.start, arguments)))
+                results.append((env_index, action(env_index - self.first, arguments)))
             except BaseException:
                 errors.append(EnvError.current(env_index))
         return errors, results

@@ -22,6 +22,7 @@ from gymnasium.vector.utils import CloudpickleWrapper, clear_mpi_env_vars
 from envs._shared_memory import InfoLayout, SharedBatch, map_tree
 from envs._subproc_worker import (
     COMMAND,
+    DONE,
     IDLE,
     MESSAGE,
     PICKLED,
@@ -29,6 +30,7 @@ from envs._subproc_worker import (
     RUNNING,
     STEP,
     EnvError,
+    Finish,
     Requests,
     Results,
     WorkerSetup,
@@ -81,7 +83,7 @@ class Worker:
 
     def start(self, context: Any, daemon: bool, others: Sequence[Worker], **options: Any) -> None:
         """Start the process. Its pipes are made just before, so that no worker inherits another one's ends."""
-        self.go, self.done = context.Semaphore(0), context.Semaphore(0)
+        self.go = context.Semaphore(0)
         self.pipe, worker_pipe = context.Pipe()
         self.crash_pipe, worker_crash_pipe = context.Pipe(duplex=False)
         self.pending, self.reply, self.info_layout = False, ([], []), None
@@ -92,7 +94,6 @@ class Worker:
             env_indices=self.env_indices,
             pipe=worker_pipe,
             go=self.go,
-            done=self.done,
             crash_pipe=worker_crash_pipe,
             inherited=parents_ends if method == "fork" else [],
             **options,
@@ -158,7 +159,8 @@ class WorkerPool:
         self._env_fns = [CloudpickleWrapper(env_fn) for env_fn in env_fns]
         self._context = multiprocessing.get_context(context)
         self._daemon = daemon
-        self._options = options
+        self._finish = Finish(self._context.Semaphore(0), self._context.Semaphore(0))
+        self._options = {**options, "finish": self._finish}
         # Unlike weakref.finalize and atexit, it does nothing in a process forked from this one, and it runs before
         # multiprocessing's own exit function, which would wait for the workers.
         self._end_all = util.Finalize(owner, end_all, (self.workers,), exitpriority=10)
@@ -234,8 +236,10 @@ class WorkerPool:
 
     def _dispatch(self, workers: Sequence[Worker], command: int) -> None:
         deadline = self._deadline()
+        self._finish.prepare(len(workers))
         for worker in workers:
-            self._control[worker.index][COMMAND] = command
+            control = self._control[worker.index]
+            control[COMMAND], control[DONE] = command, 0
             worker.pending, worker.deadline = True, deadline
             worker.go.release()
 
@@ -247,25 +251,35 @@ class WorkerPool:
             WorkerError: if environments raised, or for the first worker found dead or hung; then collect the rest.
         """
         patience = math.inf if timeout is None else time.monotonic() + timeout
-        for worker in workers:
-            if worker.pending:
-                self._await(worker, name, patience, timeout)
+        waited_for = [worker for worker in workers if worker.pending]
+        while not all(self._control[worker.index][DONE] for worker in waited_for):
+            wait = max(0.0, min(LIVENESS_SECONDS, patience - time.monotonic()))
+            if self._finish.all_done.acquire(True, wait):
+                continue
+            self._find_lost(waited_for, name)
+            if time.monotonic() >= patience:
+                raise multiprocessing.TimeoutError(
+                    f"The call to `{name}_wait` has timed out after {timeout} second(s)."
+                )
+        for worker in waited_for:
+            self._take_reply(worker, name)
         errors = [error for worker in workers for error in worker.reply[0]]
         if errors:
             raise self._environment_error(errors, name)
         return [result for worker in workers for result in worker.reply[1]]
 
-    def _await(self, worker: Worker, name: str, patience: float, timeout: float | None) -> None:
-        while not worker.done.acquire(True, max(0.0, min(LIVENESS_SECONDS, patience - time.monotonic()))):
-            now = time.monotonic()
-            if not worker.process.is_alive() and not worker.done.acquire(False):
+    def _find_lost(self, workers: Sequence[Worker], name: str) -> None:
+        """Raise if one of the workers that are not done is dead or overdue."""
+        for worker in workers:
+            alive = worker.process.is_alive()  # asked first: it may have finished just before it died
+            if self._control[worker.index][DONE]:
+                continue
+            if not alive:
                 raise self._lost(worker, name)
-            if now >= worker.deadline:
+            if time.monotonic() >= worker.deadline:
                 raise self._lost(worker, name, hung=True)
-            if now >= patience:
-                raise multiprocessing.TimeoutError(
-                    f"The call to `{name}_wait` has timed out after {timeout} second(s)."
-                )
+
+    def _take_reply(self, worker: Worker, name: str) -> None:
         worker.pending, worker.reply = False, ([], [])
         if self._control[worker.index][REPLY] == PICKLED:
             try:
@@ -344,11 +358,19 @@ class WorkerPool:
         """End all workers: let environments close for `timeout` (default 2) seconds, or not at all; then kill."""
         deadline = time.monotonic() + (CLOSE_SECONDS if timeout is None else timeout)
         living = [] if terminate else [worker for worker in self.workers if worker.started]
+        pending = [worker for worker in living if worker.pending]
+        for worker in pending:
+            worker.deadline = math.inf
+        while pending:
+            try:
+                self.collect("close", pending, max(0.0, deadline - time.monotonic()))
+            except WorkerError:  # of one of them; the others may still finish
+                pending = [worker for worker in pending if worker.started and worker.pending]
+            except multiprocessing.TimeoutError:
+                break
+            else:
+                break
         for worker in living:
-            if worker.pending:
-                worker.deadline = math.inf
-                with contextlib.suppress(WorkerError, multiprocessing.TimeoutError):
-                    self._await(worker, "close", deadline, timeout)
             if worker.started and not worker.pending:
                 if hasattr(self, "_control"):
                     self._control[worker.index][COMMAND] = MESSAGE
