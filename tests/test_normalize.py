@@ -1,0 +1,236 @@
+"""The running normalisers: right statistics, right scale at episode ends, frozen in evaluation, saved exactly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from envs.normalize import NormalizeObservation, NormalizeReward, RunningMeanStd
+from envs.subproc_vec_env import SubprocVecEnv
+
+NUM_ENVS = 3
+
+
+def known_values(limit: int = 5) -> SyncVectorEnv:
+    """KnownValues-v0: observation k = steps left, reward 1; ends by termination or after `limit` steps."""
+    env_fns = [lambda: gym.make("KnownValues-v0", max_episode_steps=limit)] * NUM_ENVS
+    return SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
+def actions() -> np.ndarray:
+    return np.zeros((NUM_ENVS, 1), dtype=np.float32)
+
+
+# ---- statistics -----------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 9), min_size=1, max_size=8), st.floats(-1e3, 1e3))
+def test_running_statistics_are_those_of_all_samples_at_once(seed: int, sizes: list[int], offset: float) -> None:
+    rng = np.random.default_rng(seed)
+    batches = [rng.normal(offset, 2.0, (size, 2)) for size in sizes]
+    running = RunningMeanStd((2,))
+    running.count = 0.0  # without the prior, for an exact comparison
+    for batch in batches:
+        running.update(batch)
+    samples = np.concatenate(batches)
+    np.testing.assert_allclose(running.mean, samples.mean(0), rtol=1e-9, atol=1e-9)
+    np.testing.assert_allclose(running.var, samples.var(0), rtol=1e-6, atol=1e-9)
+    assert running.count == len(samples)
+
+
+def test_the_prior_fades_at_once() -> None:
+    running = RunningMeanStd()
+    assert (float(running.mean), float(running.var)) == (0.0, 1.0)
+    running.update(np.array([4.0, 6.0]))  # mean 5, variance 1; the prior weighs 1e-4 of a sample
+    assert float(running.mean) == pytest.approx(5.0, abs=1e-3)
+    assert float(running.var) == pytest.approx(1.0, abs=2e-3)
+
+
+# ---- observations ---------------------------------------------------------------------------------------------------
+
+
+def test_observations_are_scaled_by_what_was_seen_so_far() -> None:
+    """Beside an unwrapped twin: (x - mean) / sqrt(var + 1e-8) with the statistics of all observations up to now."""
+    wrapped, plain, reference = NormalizeObservation(known_values()), known_values(), RunningMeanStd((1,))
+    for step in range(30):
+        if step == 0:
+            (ours, _), (raw, _) = wrapped.reset(seed=1), plain.reset(seed=1)
+        else:
+            ours, raw = wrapped.step(actions())[0], plain.step(actions())[0]
+        reference.update(raw)
+        expected = (raw - reference.mean) / np.sqrt(reference.var + 1e-8)
+        np.testing.assert_array_equal(ours, expected.astype(np.float32))
+        assert ours.dtype == np.float32
+        assert wrapped.single_observation_space.contains(ours[0])
+    assert reference.var[0] > 1
+
+
+def test_final_observations_are_on_the_same_scale_but_not_counted() -> None:
+    wrapped, plain = NormalizeObservation(known_values()), known_values()
+    wrapped.reset(seed=1)
+    plain.reset(seed=1)
+    seen = 0
+    for _ in range(30):
+        count = wrapped.statistics.count
+        infos, raw_infos = wrapped.step(actions())[4], plain.step(actions())[4]
+        assert wrapped.statistics.count == pytest.approx(count + NUM_ENVS)
+        for n in range(NUM_ENVS):
+            if "final_obs" not in raw_infos or not raw_infos["_final_obs"][n]:
+                assert "final_obs" not in infos or infos["final_obs"][n] is None
+                continue
+            seen += 1
+            expected = wrapped.normalize(raw_infos["final_obs"][n])
+            np.testing.assert_array_equal(infos["final_obs"][n], expected)
+            assert infos["final_obs"][n] != raw_infos["final_obs"][n]
+    assert seen > 10
+
+
+def test_extreme_observations_are_clipped_to_the_limit() -> None:
+    wrapped = NormalizeObservation(known_values(), clip=3.0)
+    wrapped.reset(seed=1)
+    np.testing.assert_array_equal(wrapped.normalize(np.array([[1e9], [-1e9]])), [[3.0], [-3.0]])
+
+
+def test_evaluation_leaves_the_statistics_alone() -> None:
+    training = NormalizeObservation(known_values())
+    training.reset(seed=1)
+    for _ in range(10):
+        training.step(actions())
+    statistics = training.own_state()
+    frozen = NormalizeObservation(known_values(), training=False)
+    frozen.set_own_state(statistics)
+    plain = known_values()
+    (ours, _), (raw, _) = frozen.reset(seed=5), plain.reset(seed=5)
+    for _ in range(10):
+        np.testing.assert_array_equal(ours, training.normalize(raw))
+        ours, raw = frozen.step(actions())[0], plain.step(actions())[0]
+    np.testing.assert_equal(frozen.own_state(), statistics)
+
+
+def test_only_boxes_can_be_normalized() -> None:
+    envs = SyncVectorEnv([lambda: gym.make("FrozenLake-v1")])
+    with pytest.raises(TypeError, match="Box"):
+        NormalizeObservation(envs)
+    envs.close()
+
+
+# ---- rewards --------------------------------------------------------------------------------------------------------
+
+
+def test_rewards_are_divided_by_the_deviation_of_the_discounted_return() -> None:
+    gamma = 0.9
+    wrapped, plain = NormalizeReward(known_values(), gamma, clip=1e9), known_values()
+    wrapped.reset(seed=1)
+    plain.reset(seed=1)
+    returns, reference, ends = np.zeros(NUM_ENVS), RunningMeanStd(), 0
+    for _ in range(40):
+        _, ours, _, _, infos = wrapped.step(actions())
+        _, raw, terminated, truncated, _ = plain.step(actions())
+        returns = gamma * returns + raw
+        reference.update(returns)
+        np.testing.assert_array_equal(ours, raw / np.sqrt(reference.var + 1e-8))
+        np.testing.assert_array_equal(infos["raw_reward"], raw)
+        returns[terminated | truncated] = 0  # either end starts a new sum
+        ends += int((terminated | truncated).sum())
+    assert ends > 10
+
+
+def test_the_return_of_a_constant_reward_by_hand() -> None:
+    """Reward 1, gamma 0.5, no end: the sums are 1, 1.5, 1.75 in all environments, of mean 4.25/3, variance 0.0972."""
+    env_fns = [lambda: gym.make("KnownValues-v0")] * NUM_ENVS
+    wrapped = NormalizeReward(SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP), 0.5, clip=2.5)
+    wrapped.reset(seed=[4, 5, 13])
+    for env in wrapped.env.envs:  # type: ignore[attr-defined]
+        env.unwrapped.state[0] = 8
+    rewards = [wrapped.step(actions())[1] for _ in range(3)]
+    assert wrapped.returns.tolist() == [1.75] * 3
+    assert float(wrapped.statistics.var) == pytest.approx(0.0972, abs=1e-3)
+    np.testing.assert_array_equal(rewards[2], [2.5] * 3)  # 1 / sqrt(0.0972) = 3.2, clipped
+
+
+def test_the_scale_depends_on_gamma() -> None:
+    """With the wrong gamma it is the scale of another problem: at 0.99 the sums grow ten times as far as at 0.9."""
+    deviations = []
+    for gamma in (0.9, 0.99):
+        wrapped = NormalizeReward(SyncVectorEnv([lambda: gym.make("TwoQueue-v0")] * NUM_ENVS), gamma)
+        wrapped.reset(seed=0)
+        for _ in range(400):
+            wrapped.step(actions())
+        deviations.append(float(wrapped.statistics.var) ** 0.5)
+    assert deviations[1] > 3 * deviations[0]
+
+
+def test_rewards_are_not_scaled_by_evaluation_statistics() -> None:
+    frozen = NormalizeReward(known_values(), 0.9, training=False)
+    frozen.reset(seed=1)
+    before = frozen.statistics.get_state()
+    np.testing.assert_allclose(frozen.step(actions())[1], 1.0)  # variance 1, as at the start
+    np.testing.assert_equal(frozen.statistics.get_state(), before)
+
+
+# ---- faults ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("what", ["obs", "reward"])
+def test_one_broken_environment_shows_and_spoils_no_other(what: str, value: float) -> None:
+    """Neither may an infinity be clipped to 10 and look healthy, nor a nan reach the statistics of all."""
+    env_fns = [lambda: gym.make(f"Poison-{what}-{value}-v0")] * NUM_ENVS
+    envs = SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
+    wrapped = NormalizeReward(NormalizeObservation(envs), 0.99)
+    wrapped.reset(seed=2)  # environment 1 gets seed 3, the poisoned one
+    for _ in range(20):
+        obs, rewards, *_ = wrapped.step(actions())
+    broken = ~np.isfinite(obs).all(1) if what == "obs" else ~np.isfinite(rewards)
+    assert broken.tolist() == [False, True, False]
+    healthy = wrapped.env.own_state(), wrapped.statistics.get_state()  # type: ignore[attr-defined]
+    for statistics in healthy:
+        assert np.isfinite(statistics["mean"]).all()
+        assert np.isfinite(statistics["var"]).all()
+
+
+# ---- saved and restored ---------------------------------------------------------------------------------------------
+
+
+def test_a_restored_stack_continues_bit_for_bit() -> None:
+    def stack() -> Any:
+        env_fns = [lambda: gym.make("KnownValues-v0", max_episode_steps=5)] * NUM_ENVS
+        envs = SubprocVecEnv(env_fns, num_workers=1, autoreset_mode=AutoresetMode.SAME_STEP)
+        return NormalizeReward(NormalizeObservation(envs), 0.9)
+
+    first, second = stack(), stack()
+    try:
+        first.reset(seed=1)
+        for _ in range(7):
+            first.step(actions())
+        state = first.get_state()
+        expected = [first.step(actions()) for _ in range(15)]
+        second.reset(seed=99)
+        second.set_state(state)
+        for step in expected:
+            for one, other in zip(second.step(actions())[:4], step[:4], strict=True):
+                np.testing.assert_array_equal(one, other)
+    finally:
+        first.close()
+        second.close()
+
+
+def test_states_are_copies() -> None:
+    wrapped = NormalizeReward(NormalizeObservation(known_values()), 0.9)
+    wrapped.reset(seed=1)
+    wrapped.step(actions())
+    states = wrapped.own_state(), wrapped.env.own_state()  # type: ignore[attr-defined]
+    saved = [{key: np.array(value) for key, value in state.items()} for state in states]
+    for _ in range(5):
+        wrapped.step(actions())
+    np.testing.assert_equal([{k: np.array(v) for k, v in state.items()} for state in states], saved)
+    wrapped.set_own_state(states[0])
+    wrapped.step(actions())
+    np.testing.assert_equal({k: np.array(v) for k, v in states[0].items()}, saved[0])
