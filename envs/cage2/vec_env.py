@@ -135,7 +135,7 @@ class Cage2VecEnv(VectorEnv):
         count); `decoys` (N, 13) uint8, bit k for decoy k of `DECOYS`; `malware` (N, 13) bool; `red_agent`
         (N,) int64, index into `RED_AGENTS`; `ot_up`, `ot_known` (N,) bool; `steps` (N,) int32 since the
         episode began. The arrays change with the next step or reset: read them before `step` for the state
-        before the action, after it for the state that it led to.
+        before the action, after it for the state that it led to (a new episode's, where one has ended).
         """
         return self._true_state
 
