@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test slow lint format clean
+.PHONY: train test slow lint format fceumm clean
 
 $(VENV)/.ready: requirements.txt
 	$(PYTHON) -m venv $(VENV)
@@ -11,7 +11,7 @@ $(VENV)/.ready: requirements.txt
 	touch $@
 
 train: $(VENV)/.ready   ## HalfCheetah learns to run: about two minutes on two cores
-	$(BIN)/python ppo_continuous_mujoco.py --env-id HalfCheetah-v5 --logdir runs/make-train $(ARGS)
+	$(BIN)/python ppo_continuous_mujoco.py --env-id HalfCheetah-v5 $(ARGS)
 
 test: $(VENV)/.ready    ## the default suite
 	$(BIN)/python -m pytest $(ARGS)
@@ -30,3 +30,6 @@ format: $(VENV)/.ready
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+fceumm: $(VENV)/.ready  ## the faster Mario emulator; --no-deps because its pyglet differs from nes-py's, and neither is used
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps stable-retro==1.0.1

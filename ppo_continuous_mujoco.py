@@ -838,7 +838,7 @@ def train(args: Args) -> dict[str, Any]:
         print("No C++ compiler was found, so --compile is off; with one, training is about twice as fast.")
     elif args.compile:
         torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
-        options = {"cpp_wrapper": device.type == "cpu"}
+        options: dict[str, Any] = {"cpp_wrapper": device.type == "cpu"}
         gradients_of = torch.compile(ppo_gradients, fullgraph=True, dynamic=False, options=options)
 
     # The rollout, time-major: row t holds what happened at step t in each environment.
