@@ -11,7 +11,7 @@ $(VENV)/.ready: requirements.txt
 	touch $@
 
 train: $(VENV)/.ready   ## HalfCheetah learns to run: about two minutes on two cores
-	$(BIN)/python ppo_continuous_mujoco.py --env-id HalfCheetah-v5 $(ARGS)
+	$(BIN)/python ppo_continuous_mujoco.py --configs halfcheetah $(ARGS)
 
 test: $(VENV)/.ready    ## the default suite
 	$(BIN)/python -m pytest $(ARGS)

@@ -17,6 +17,7 @@ import csv
 import difflib
 import fcntl
 import hashlib
+import importlib.util
 import io
 import itertools
 import json
@@ -178,6 +179,18 @@ PRESETS: dict[str, dict[str, Any]] = {
     "debug": {"total_timesteps": 10_240, "num_envs": 4, "num_steps": 64, "num_minibatches": 4,
               "update_epochs": 2, "eval_every": 5_000, "eval_episodes": 2, "save_every": 2_500, "compile": False},
     "explore": {"ent_coef": 0.01},
+    "halfcheetah": {"env_id": "HalfCheetah-v5", "gamma": 0.98, "gae_lambda": 0.92, "vf_coef": 0.25,
+                    "log_std_init": -1.0},
+    "ant": {"env_id": "Ant-v5", "num_envs": 8, "num_minibatches": 8, "update_epochs": 5, "norm_adv": False,
+            "vf_coef": 0.25, "log_std_init": -1.0},
+    "humanoid": {"env_id": "Humanoid-v5", "num_envs": 8, "num_minibatches": 8, "update_epochs": 5,
+                 "norm_adv": False, "vf_coef": 0.25, "log_std_init": -1.0},
+    "hopper": {"env_id": "Hopper-v5", "num_envs": 8, "num_minibatches": 4, "update_epochs": 5, "norm_adv": False,
+               "vf_coef": 0.25, "log_std_init": -0.5},
+    "walker": {"env_id": "Walker2d-v5", "num_envs": 8, "num_minibatches": 16, "vf_coef": 0.25,
+               "log_std_init": -0.5},
+    "swimmer": {"env_id": "Swimmer-v5", "gamma": 0.9999, "vf_coef": 0.25, "log_std_init": -0.5},
+    "reach": {"env_id": "Reacher-v5", "vf_coef": 0.25, "log_std_init": -0.5},
     "queue": {"env_id": "TwoQueue-v0", "average_reward": True, "norm_reward": False, "reset_steps": 512,
               "num_steps": 32, "num_minibatches": 4, "total_timesteps": 200_000, "eval_every": 50_000},
 }  # fmt: skip
@@ -189,6 +202,11 @@ RESUMABLE = {"total_timesteps", "logdir", "resume", "device", "torch_threads", "
 
 class UsageError(ValueError):
     """A mistake in what was asked for; the message says, in one sentence, what to change."""
+
+
+def known_args(values: dict[str, Any]) -> Args:
+    """Args from saved values; those that this copy of the script no longer has are left out."""
+    return Args(**{name: value for name, value in values.items() if name in Args.__dataclass_fields__})
 
 
 def flag(name: str) -> str:
@@ -216,6 +234,8 @@ def check_ranges(args: Args) -> None:
         raise UsageError(f"--num-minibatches {args.num_minibatches} does not divide the batch of {batch}.")
     if args.norm_adv and args.minibatch_size < 2:
         raise UsageError(f"Minibatches of 1 cannot be normalised: lower --num-minibatches {args.num_minibatches}.")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        raise UsageError("--track needs Weights & Biases: pip install wandb.")
     if args.resume and args.logdir is None:
         raise UsageError("--resume needs --logdir, the folder of the run to continue.")
     if args.device != "cpu" and not (args.device.startswith("cuda") and torch.cuda.is_available()):
@@ -796,8 +816,8 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None]:
     if checkpoint is None and (logdir / "latest.pt").exists():
         raise UsageError(f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
     for name, saved in (checkpoint or {"args": {}})["args"].items():
-        if name not in RESUMABLE and getattr(args, name) != saved:
-            raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name)}.")
+        if name not in RESUMABLE and getattr(args, name, None) != saved:
+            raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name, None)}.")
     try:
         logdir.mkdir(parents=True, exist_ok=True)
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
@@ -872,6 +892,10 @@ def train(args: Args) -> dict[str, Any]:
                 "episodes": [env_obs, episode_returns, episode_lengths],
                 "observation_statistics": observation_statistics(vec_env)}  # fmt: skip
 
+    if args.track:
+        import wandb
+
+        wandb.init(project=SCRIPT, name=logdir.name, config=asdict(args), sync_tensorboard=True)
     logger = Logger(logdir, counters.global_step)
     if checkpoint is None:
         save_checkpoint(logdir / "latest.pt", state())  # from here on a killed run can be resumed
@@ -1076,7 +1100,7 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     logdir = Path(play_args.logdir)
     name = play_args.checkpoint
     checkpoint = load_checkpoint(logdir / f"{name}.pt" if name in ("best", "latest") else Path(name))
-    args = replace(Args(**checkpoint["args"]), eval_episodes=1, num_envs=1, device="cpu")
+    args = replace(known_args(checkpoint["args"]), eval_episodes=1, num_envs=1, device="cpu")
     vec_env = make_envs(args, training=False)
     agent = Agent(vec_env, args)
     vec_env.close()
@@ -1129,7 +1153,7 @@ def parse_args(argv: list[str]) -> Args:
     args = tyro.cli(Args, args=argv, default=Args(**values), description=__doc__)
     if args.resume and args.logdir is not None:
         saved = load_latest(Path(args.logdir), "cpu")["args"]
-        args = tyro.cli(Args, args=argv, default=Args(**(saved | values)))
+        args = tyro.cli(Args, args=argv, default=known_args(saved | values))
     return args
 
 
