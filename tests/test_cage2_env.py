@@ -529,10 +529,10 @@ def test_pictures_have_one_size_and_show_changes() -> None:
     assert before[0].dtype == np.uint8
     for _ in range(40):
         env.step(np.array([0, 28]))
-        pictures = env.render()
-        assert pictures is not None
-        assert pictures[0].shape == (440, 760, 3)
-    assert (pictures[0] != before[0]).any()
+    after = env.render()
+    assert after is not None
+    assert all(picture.shape == (440, 760, 3) and (picture != before[0]).any() for picture in after)
+    assert (after[0] != after[1]).any()
 
 
 def test_rendering_without_a_mode_says_what_to_do() -> None:

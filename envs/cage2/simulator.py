@@ -1,8 +1,7 @@
 """Steps many environments in one compiled loop (SPEC 5). The arrays of a batch in, the arrays of a batch out.
 
-Why a compiled scalar step and not masked NumPy: the rules are full of "the first that applies" and "unless",
-which read like the specification when written for one environment, and cost about a microsecond when
-compiled.
+Why a compiled scalar step and not masked NumPy: the rules are full of "the first that applies" and "unless", which
+read like the specification when written for one environment, and compiled they cost a fraction of a microsecond.
 """
 
 import hashlib
@@ -53,9 +52,11 @@ def _compile(function: Callable) -> Callable:
 
 
 def _make_kernels(rules_digest: str) -> tuple[Callable, Callable]:
-    """Build the two loops. Numba's cache notices changes of this file only; it also keys on the values a
-    function
-    closes over, so mentioning the digest of all rule files makes an edited rule compile anew."""
+    """Build the loops that step and start a batch.
+
+    Numba's cache notices changes of this file only. But it also keys on the values that a function closes over, so
+    mentioning the digest of all rule files makes an edited rule compile anew.
+    """
 
     def step_batch(records, actions, tapes, obs, rewards, truncations):
         rules_digest  # noqa: B018  (part of the cache key)
@@ -94,7 +95,7 @@ def red_mixture(red_agent: str | Mapping[str, float]) -> list[float]:
         raise ValueError(
             f"The probabilities of red agents must be >= 0 and sum to 1, but {probabilities} sum to {sum(mixture):g}."
         )
-    return mixture
+    return [probability / sum(mixture) for probability in mixture]
 
 
 def new_states(
@@ -136,9 +137,10 @@ def seed_states(states: np.ndarray, seeds: Iterable[int]) -> None:
 
 
 def start(states: np.ndarray, which: np.ndarray | None = None, red_agents: np.ndarray | None = None) -> None:
-    """Start an episode in the environments of the mask `which` (N,) bool, default all, against `red_agents`
-    (N,) int8,
-    default FREE: drawn from the environment's mixture."""
+    """Start an episode in the environments of the mask `which` (N,) bool (default: all).
+
+    `red_agents` (N,) int8 names their opponents; FREE, the default, draws one from the environment's mixture.
+    """
     if which is None:
         which = np.ones(len(states), np.bool_)
     if red_agents is None:
@@ -154,10 +156,14 @@ def free_tape(num_envs: int) -> np.ndarray:
 def step(states: np.ndarray, actions: np.ndarray, tapes: np.ndarray, obs: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Step every environment, in place; none is reset.
 
-    Args: states (N,) records; actions (N,) int64 in 0..144; tapes (N, 6) int8, for each of `DRAW_NAMES` the
-    outcome to use or FREE; obs (N, 52) float32, written. Returns: rewards (N,) float64 and truncations (N,)
-    bool. An outcome that is impossible in its place is replaced by a possible one and noted in
-    `states["impossible_draw"]`.
+    Args:
+        states: (N,) records.
+        actions: (N,) int64 in 0..144; not checked.
+        tapes: (N, 6) int8, for each of `DRAW_NAMES` the outcome to use, or FREE.
+        obs: (N, 52) float32, which is written.
+
+    Returns rewards (N,) float64 and truncations (N,) bool. An outcome that is impossible in its place is replaced by a
+    possible one and noted in `states["impossible_draw"]`.
     """
     rewards, truncations = np.empty(len(states)), np.empty(len(states), np.bool_)
     _step_batch(states.view(np.uint8), actions, tapes, obs, rewards, truncations)  # bytes are cheap to pass to Numba

@@ -41,8 +41,8 @@ STATE = np.dtype((np.record, np.dtype([
     ("events", _count, NUM_HOSTS), ("event_ports", _set, NUM_HOSTS), ("shell_seen", _byte, NUM_HOSTS),
     # Blue
     ("blue_action", _count), ("blue_success", _byte),
-    ("deployed_on", _index),                       # host on which a decoy was started in this step
-    ("malware_found_on", _index),                  # host on which Analyse found malware in this step
+    ("deployed_on", _index),                     # host on which a decoy was started in this step
+    ("malware_found_on", _index),                # host on which Analyse found malware in this step
     ("compromised", _byte, NUM_HOSTS),           # the wrapper's memory
     ("activity", _byte, NUM_HOSTS),
     ("cost_tenths", _count), ("episode_cost_tenths", _count),  # of the last step, and since the episode began

@@ -61,8 +61,8 @@ class Cage2VecEnv(VectorEnv):
     """The CAGE Challenge 2 game, `num_envs` times, stepped by one compiled loop.
 
     Observations (num_envs, 52) float32 zeros and ones: for each of `HOSTS`, two bits of activity in this step
-    (None 00, Scan 10, Exploit 11) and two of remembered compromise (No 00, Unknown 10, User 01, Privileged
-    11). Actions are indices into `ACTION_NAMES` (145). Rewards are <= 0, on a grid of 0.1. An episode never
+    (None 00, Scan 10, Exploit 11) and two of remembered compromise (No 00, Unknown 10, User 01, Privileged 11).
+    Actions are indices into `ACTION_NAMES` (145). Rewards are <= 0, on a grid of 0.1. An episode never
     terminates; it is truncated after `max_steps` and restarted in the same step (`infos["final_obs"]`).
 
     Args:
