@@ -60,6 +60,16 @@ def map_tree(tree: Any, leaf: Callable[[np.ndarray], Any]) -> Any:
     return tuple(map_tree(part, leaf) for part in tree)
 
 
+def row_of(tree: Any, index: int) -> Any:
+    """Return views of row `index` of every array of `tree`."""
+    return map_tree(tree, lambda array: array[index, ...])  # without the dots, a number would come as a copy
+
+
+def copy_of_row(tree: Any, index: int) -> Any:
+    """Return copies of row `index` of every array of `tree`."""
+    return map_tree(tree, lambda array: array[index].copy())
+
+
 def write_tree(target: Any, value: Any) -> None:
     """Copy `value` into the arrays of `target`, which is nested in the same way.
 
@@ -98,7 +108,7 @@ class SharedBatch:
         actions: nested arrays (num_envs, *shape) of the action space's dtypes.
         rewards: (num_envs,) float64. terminations, truncations: (num_envs,) bool.
         control: (num_workers, 8) int64, a cache line per worker; its columns are named in `envs/_subproc_worker.py`.
-        infos: (num_envs, MAX_INFO_KEYS) float64, some of them really int64; has_info: (num_envs,) bool. See `InfoWriter`.
+        infos: (num_envs, MAX_INFO_KEYS) float64, some really int64; has_info: (num_envs,) bool; see InfoWriter.
         descriptor: of the anonymous file.
     """
 
@@ -129,9 +139,9 @@ class SharedBatch:
         self.truncations = self._array((num_envs,), np.bool_)
         self.infos = self._array((num_envs, MAX_INFO_KEYS), np.float64)
         self.has_info = self._array((num_envs,), np.bool_)
-        self.actions = map_space(action_space, lambda part: self._array((num_envs, *part.shape), part.dtype))
+        self.actions = map_space(action_space, lambda part: self._array((num_envs, *(part.shape or ())), part.dtype))
         self.observations = map_space(
-            observation_space, lambda part: self._array((num_envs, *part.shape), part.dtype)
+            observation_space, lambda part: self._array((num_envs, *(part.shape or ())), part.dtype)
         )
 
     def _array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
@@ -156,25 +166,27 @@ class InfoWriter:
     """
 
     def __init__(self, rows: np.ndarray) -> None:
-        self.rows = memoryview(rows).cast("B")
+        self.rows = rows.data.cast("B")
         self.row_bytes = rows.strides[0]
         self.layout: InfoLayout | None = None
 
     def write(self, slot: int, info: dict[str, Any]) -> bool:
-        """Write `info` to row `slot` if it has the layout of the first info that could be written; return whether."""
-        kinds = [*map(type, info.values())]
+        """Write `info` to row `slot` if it has the keys of the first info that could be written; return whether.
+
+        As in Gymnasium's own vector infos, the first value of a key decides the type of all.
+        """
         if self.layout is None:
-            formats = [cell_format(kind) for kind in kinds]
+            formats = [cell_format(type(value)) for value in info.values()]
             if None in formats or len(info) > MAX_INFO_KEYS:
                 return False
-            self.layout = tuple(zip(info, kinds, strict=True))
-            self.keys, self.kinds = [*info], kinds
+            self.layout = tuple(zip(info, map(type, info.values()), strict=True))
+            self.keys = [*info]
             self.cells = struct.Struct("".join(map(str, formats)))
-        elif kinds != self.kinds or [*info] != self.keys:
+        elif [*info] != self.keys:
             return False
         try:
             self.cells.pack_into(self.rows, slot * self.row_bytes, *info.values())
-        except struct.error:  # an integer beyond int64
+        except (struct.error, TypeError):  # not a number after all, or an integer beyond int64
             return False
         return True
 

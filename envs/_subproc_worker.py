@@ -23,7 +23,7 @@ import numpy as np
 from gymnasium import Env, Wrapper
 from gymnasium.vector import AutoresetMode
 
-from envs._shared_memory import InfoWriter, SharedBatch, map_tree, write_tree
+from envs._shared_memory import InfoWriter, SharedBatch, copy_of_row, map_tree, row_of, write_tree
 
 # Columns of SharedBatch.control, one row per worker.
 COMMAND, REPLY, RUNNING, DONE = 0, 1, 2, 3
@@ -38,6 +38,8 @@ IDLE = -1  # RUNNING: the index of the environment whose code is running, or IDL
 SPINS = 200  # polls, about 100 us, before a worker sleeps: to wake a sleeper takes tens of us, a small step less
 SMALL_MESSAGE = 32_768  # bytes that surely fit the pipe's buffer
 PARENT_CHECK_SECONDS = 1.0
+
+give_way = getattr(os, "sched_yield", lambda: None)  # leaves this core to another process that wants it
 
 Requests = list[tuple[int, Any]]  # (environment index, arguments)
 Results = list[tuple[int, Any]]  # (environment index, result)
@@ -185,7 +187,7 @@ class Worker:
         name, arguments = pipe.recv()
         if name == "close":
             return False
-        self.attach(SharedBatch(*arguments, reduction.recv_handle(pipe)))
+        self.attach(SharedBatch(*(*arguments, reduction.recv_handle(pipe))))
         pipe.send(([], None))
         return True
 
@@ -193,23 +195,18 @@ class Worker:
         """Take views of this worker's rows; memoryviews where single numbers are written, being twice as fast."""
         shared.close()
         rows = slice(self.first, self.setup.env_indices.stop)
-        self.control = memoryview(shared.control[self.setup.index])
-        self.rewards = memoryview(shared.rewards[rows])
-        self.terminations = memoryview(shared.terminations[rows])
-        self.truncations = memoryview(shared.truncations[rows])
-        self.has_info = memoryview(shared.has_info[rows])
+        self.control = shared.control[self.setup.index].data
+        self.rewards: Any = shared.rewards[rows].data
+        self.terminations: Any = shared.terminations[rows].data
+        self.truncations: Any = shared.truncations[rows].data
+        self.has_info: Any = shared.has_info[rows].data
         self.info_writer = InfoWriter(shared.infos[rows])
         self.actions = map_tree(shared.actions, lambda array: array[rows])
-        # array[i, ...] is a view even where array[i] would be a number
-        self.observations = [
-            map_tree(shared.observations, lambda array, i=i: array[i, ...])  # type: ignore[misc]
-            for i in self.setup.env_indices
-        ]
+        self.observations = [row_of(shared.observations, i) for i in self.setup.env_indices]
 
     def serve(self) -> None:
         """Obey commands until told to close, or until an environment has raised in `step` or `reset`."""
         setup, control = self.setup, self.control
-        give_way = getattr(os, "sched_yield", lambda: None)  # to whoever wants this core
         while True:
             for _ in range(SPINS if setup.spin else 0):
                 if setup.go.acquire(False):
@@ -269,16 +266,13 @@ class Worker:
             env_index = self.first + slot
             control[RUNNING] = env_index
             try:
-                over = False
+                reward: Any = 0.0
+                over = terminated = truncated = False
                 if self.needs_reset[slot]:
                     observation, info = self.begin_episode(slot)
-                    reward, terminated, truncated = 0.0, False, False
                 else:
                     # A copy, since an environment may keep its action, and the next one overwrites this row.
-                    if plain_actions:
-                        action = actions[slot].copy()
-                    else:
-                        action = map_tree(actions, lambda array, slot=slot: array[slot].copy())  # type: ignore
+                    action = actions[slot].copy() if plain_actions else copy_of_row(actions, slot)
                     observation, reward, terminated, truncated, info = env.step(action)
                     self.returns[slot] += float(reward)
                     self.lengths[slot] += 1

@@ -34,9 +34,11 @@ from envs._subproc_worker import (
     Requests,
     Results,
     WorkerSetup,
+    give_way,
     worker_main,
 )
 
+POLLS = 20  # looks for replies before the parent sleeps; in between it leaves its core to a worker
 LIVENESS_SECONDS = 0.05  # how often a wait looks whether the worker still lives
 TRACE_SECONDS = 0.5  # how long a hung worker is given to write down where it is
 CLOSE_SECONDS = 2.0  # how long environments may take to close before their worker is killed
@@ -185,11 +187,12 @@ class WorkerPool:
     def attach(self, shared: SharedBatch) -> None:
         """Share `shared` with all workers."""
         self.shared = shared
-        self._control = [memoryview(row) for row in shared.control]
+        self._control = [row.data for row in shared.control]
         for worker in self.workers:
             self._attach(worker)
 
     def _attach(self, worker: Worker) -> None:
+        assert self.shared.descriptor is not None
         self._control[worker.index][RUNNING] = IDLE
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # _receive will report it in full
             worker.pipe.send(("attach", self.shared.arguments))
@@ -252,7 +255,12 @@ class WorkerPool:
         """
         patience = math.inf if timeout is None else time.monotonic() + timeout
         waited_for = [worker for worker in workers if worker.pending]
-        while not all(self._control[worker.index][DONE] for worker in waited_for):
+        controls = [self._control[worker.index] for worker in waited_for]
+        for _ in range(POLLS):
+            if all(control[DONE] for control in controls):
+                break
+            give_way()
+        while not all(control[DONE] for control in controls):
             wait = max(0.0, min(LIVENESS_SECONDS, patience - time.monotonic()))
             if self._finish.all_done.acquire(True, wait):
                 continue

@@ -26,7 +26,16 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
-from envs._shared_memory import InfoLayout, SharedBatch, map_tree, read_infos, require_numeric, write_tree
+from envs._shared_memory import (
+    InfoLayout,
+    SharedBatch,
+    copy_of_row,
+    map_tree,
+    read_infos,
+    require_numeric,
+    row_of,
+    write_tree,
+)
 from envs._subproc_worker import Results
 from envs._worker_pool import Worker, WorkerError, WorkerPool
 
@@ -89,15 +98,11 @@ class SubprocVecEnv(VectorEnv):
         if not env_fns:
             raise ValueError("`env_fns` is empty, but SubprocVecEnv needs at least one environment.")
         if worker is not None:
-            raise ValueError(
-                "SubprocVecEnv takes no custom `worker`, because its workers step several environments."
-            )
+            raise ValueError("SubprocVecEnv takes no custom `worker`, because its workers step several environments.")
         if on_worker_failure not in ("raise", "restart"):
             raise ValueError(f"`on_worker_failure` must be 'raise' or 'restart', got {on_worker_failure!r}.")
         if step_timeout is not None and not step_timeout > 0:
-            raise ValueError(
-                f"`step_timeout` must be a positive number of seconds or None, got {step_timeout}."
-            )
+            raise ValueError(f"`step_timeout` must be a positive number of seconds or None, got {step_timeout}.")
         for name, limit in (("num_workers", num_workers), ("max_concurrency", max_concurrency)):
             if limit is not None and not isinstance(limit, int | np.integer):
                 raise ValueError(f"`{name}` must be an integer or None, got {type(limit)}.")
@@ -135,9 +140,7 @@ class SubprocVecEnv(VectorEnv):
         except BaseException:
             self.close()
             raise
-        self._observations_before = map_tree(
-            self._shared.observations, np.copy
-        )  # the step; kept for restarts
+        self._observations_before = map_tree(self._shared.observations, np.copy)  # the step; kept for restarts
         self._info_layouts: dict[InfoLayout, list[int]] = {}
 
     def _adopt_spaces(self, spaces: list[tuple[Space, Space]]) -> None:
@@ -221,9 +224,7 @@ class SubprocVecEnv(VectorEnv):
         if not isinstance(mask, np.ndarray):
             raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
         if mask.shape != (self.num_envs,):
-            raise ValueError(
-                f"`options['reset_mask']` must have shape `({self.num_envs},)`, got {mask.shape}"
-            )
+            raise ValueError(f"`options['reset_mask']` must have shape `({self.num_envs},)`, got {mask.shape}")
         if mask.dtype != np.bool_:
             raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
         if not mask.any():
@@ -338,7 +339,7 @@ class SubprocVecEnv(VectorEnv):
     def _truncate(self, worker: Worker, infos: dict[str, Any]) -> dict[str, Any]:
         """End the episodes of a lost worker as the autoreset mode has it: truncated where they were before the step."""
         for n in worker.env_indices:
-            before = map_tree(self._observations_before, lambda array, n=n: array[n].copy())
+            before = copy_of_row(self._observations_before, n)
             self._shared.rewards[n], self._shared.terminations[n], self._shared.truncations[n] = (
                 0.0,
                 False,
@@ -348,7 +349,7 @@ class SubprocVecEnv(VectorEnv):
             if self.autoreset_mode == AutoresetMode.SAME_STEP:
                 info = {"final_obs": before, "final_info": info, **info}
             else:
-                write_tree(map_tree(self._shared.observations, lambda array, n=n: array[n, ...]), before)
+                write_tree(row_of(self._shared.observations, n), before)
             infos = self._add_info(infos, info, n)
         return infos
 
@@ -394,12 +395,12 @@ class SubprocVecEnv(VectorEnv):
         """Return what every environment renders."""
         return self.call("render")
 
-    @property
+    @property  # type: ignore[misc]
     def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
         """The seed of every environment's random generator."""
         return self.get_attr("np_random_seed")
 
-    @property
+    @property  # type: ignore[misc]
     def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
         """Copies of every environment's random generator."""
         return self.get_attr("np_random")
@@ -420,9 +421,7 @@ class SubprocVecEnv(VectorEnv):
             ValueError: if the state is of another number of environments.
         """
         if len(state["envs"]) != self.num_envs:
-            raise ValueError(
-                f"This state is of {len(state['envs'])} environments, but here are {self.num_envs}."
-            )
+            raise ValueError(f"This state is of {len(state['envs'])} environments, but here are {self.num_envs}.")
         self._call_workers("set_state", list(enumerate(state["envs"])))
         self._pool.seeds[:] = state["seeds"]
 
@@ -430,9 +429,7 @@ class SubprocVecEnv(VectorEnv):
 
     def _assert_running(self) -> None:
         if self.closed:
-            raise ClosedEnvironmentError(
-                f"Trying to operate on `{type(self).__name__}`, after a call to `close()`."
-            )
+            raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
 
     def _assert_free(self, method: str) -> None:
         self._assert_running()
@@ -463,11 +460,7 @@ class SubprocVecEnv(VectorEnv):
                 self._state = "default"
                 return results
             except WorkerError as error:
-                if (
-                    error.worker is not None
-                    and begin_anew is not None
-                    and self.on_worker_failure == "restart"
-                ):
+                if error.worker is not None and begin_anew is not None and self.on_worker_failure == "restart":
                     self._replace(error, begin_anew)
                     continue
                 self._state = "default"

@@ -1,4 +1,4 @@
-"""Whatever happens to a worker, an environment or the parent: SubprocVecEnv says what it was, in time, and cleans up."""
+"""Whatever happens to a worker, an environment or the parent: SubprocVecEnv says so, in time, and cleans up."""
 
 from __future__ import annotations
 
@@ -243,7 +243,7 @@ def test_all_environments_that_raised_in_a_step_are_reported() -> None:
 def test_an_info_that_cannot_be_pickled_is_an_error_of_its_environment() -> None:
     envs = SubprocVecEnv([CountEnv, CountEnv, LockEnv, CountEnv], 2)
     envs.reset()
-    with pytest.warns(UserWarning, match="Worker-2"), pytest.raises(TypeError, match="cannot pickle.*lock"):
+    with pytest.warns(UserWarning, match="Worker-2"), pytest.raises(TypeError, match=r"cannot pickle.*lock"):
         envs.step([0, 0, 0, 0])
     close_in_time(envs)
 
@@ -523,17 +523,20 @@ def test_a_worker_lost_in_reset_is_replaced_and_reset_again(tmp_path: Path) -> N
 def test_a_worker_that_dies_again_and_again_ends_the_run_with_the_cause(place: str, tmp_path: Path) -> None:
     if place == "constructor":
         envs = SubprocVecEnv([CountEnv, partial(SecondTimeEnv, tmp_path / "made")], 2, on_worker_failure="restart")
-        envs.reset()
         os.kill(envs._pool.workers[1].process.pid, signal.SIGKILL)
         actions, text = [0, 0], "exited with code 3 during construction"
     else:
         envs = four_envs("sigkill", place, on_worker_failure="restart")
         actions, text = [0, 0, 0, 0], f"was killed by SIGKILL .* during {place.split()[-1]}"
     with pytest.raises(WorkerError, match=f"Gave up after 3 restarts without a finished step.*{text}"):
-        envs.reset()
-        for _ in range(10):
-            envs.step(actions)
+        reset_and_step(envs, actions)
     close_in_time(envs)
+
+
+def reset_and_step(envs: SubprocVecEnv, actions: list[int]) -> None:
+    envs.reset()
+    for _ in range(10):
+        envs.step(actions)
 
 
 class SecondTimeEnv(CountEnv):

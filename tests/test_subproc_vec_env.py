@@ -232,7 +232,7 @@ class NamelessSpace(gym.Space):
     ids=str,
 )
 def test_other_spaces_are_refused_in_a_sentence(space: gym.Space, error: type[Exception]) -> None:
-    with pytest.raises(error, match="observation space .*wrap the environment so that its observations are numeric"):
+    with pytest.raises(error, match=r"observation space .*wrap the environment so that its observations are numeric"):
         make(2, partial(EchoEnv, space))
 
 
@@ -377,7 +377,7 @@ def test_max_concurrency_limits_the_number_of_workers() -> None:
 def test_observation_modes() -> None:
     spaces = [Box(0, high, (2,)) for high in (1, 2, 3)]
     env_fns = [partial(ObserveEnv, space) for space in spaces]
-    with pytest.raises(RuntimeError, match="environment 1 has .*use `observation_mode='different'` instead"):
+    with pytest.raises(RuntimeError, match=r"environment 1 has .*use `observation_mode='different'` instead"):
         SubprocVecEnv(env_fns)
     with pytest.raises(ValueError, match="Invalid `observation_mode`, expected: 'same' or 'different'"):
         SubprocVecEnv(env_fns, observation_mode="other")
@@ -557,12 +557,10 @@ def test_a_restored_state_continues_bit_for_bit_with_another_number_of_workers(m
     first.set_state(state)  # and again where it came from
     assert_same(random_steps(first, 40, seed=9), expected)
     assert any(step[3].any() for step in expected)  # TimeLimit's counter was in it
+    smaller = make(2, env)
     with pytest.raises(ValueError, match="This state is of 5 environments, but here are 2"):
-        small = make(2, env)
-        try:
-            small.set_state(state)
-        finally:
-            small.close()
+        smaller.set_state(state)
+    smaller.close()
     first.close()
     second.close()
 
