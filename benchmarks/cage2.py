@@ -4,8 +4,9 @@
 
 Uniformly random actions, episodes of 100 steps, resets included, steps counted in single environments. The
 candidates run in turn, round after round; ratios are medians over rounds of two figures of one round. The batches use
-one core. The real CybORG is not on PyPI: its speed (560-735 steps/s) and MiniCAGE's (20,000 at 25 environments,
-110,000 at 1,024) are quoted from the project's own measurements of them (shared/cage2/SPEC.md 14), not taken here.
+one core; steps per CPU second are what that core gives when nobody else wants it. The real CybORG is not on PyPI: its
+speed (560-735 steps/s) and MiniCAGE's (20,000 at 25 environments, 110,000 at 1,024) are quoted from the project's own
+measurements of them (shared/cage2/SPEC.md 14), not taken here.
 """
 
 import argparse
@@ -36,6 +37,7 @@ from envs.subproc_vec_env import SubprocVecEnv
 CYBORG_STEPS_PER_SECOND = 600  # without resets: 600 to 735
 TARGETS = {25: 600_000, 1024: 1_500_000}
 NUM_PROCESSES = 2
+IN_PROCESSES = f"25 Cage2Env in SubprocVecEnv, {NUM_PROCESSES} processes"
 
 FIRST_USE = """
 import sys, time
@@ -50,23 +52,24 @@ print(imported - start, time.perf_counter() - imported, time.process_time())
 """
 
 
-def steps_per_second(env: VectorEnv, actions: np.ndarray, seconds: float) -> float:
-    """Step for about this long, in whole passes over `actions` (T, N)."""
-    steps, start = 0, time.perf_counter()
+def steps_per_second(env: VectorEnv, actions: np.ndarray, seconds: float, per_cpu: list[float]) -> float:
+    """Step for about this long, in whole passes over `actions` (T, N); append steps per CPU second to `per_cpu`."""
+    steps, start, cpu_start = 0, time.perf_counter(), time.process_time()
     while (elapsed := time.perf_counter() - start) < seconds:
         for action in actions:
             env.step(action)
         steps += actions.size
+    per_cpu.append(steps / (time.process_time() - cpu_start))
     return steps / elapsed
 
 
-def candidate(env: VectorEnv, seconds: float, num_steps: int) -> Callable[[], float]:
+def candidate(env: VectorEnv, seconds: float, num_steps: int, per_cpu: list[float]) -> Callable[[], float]:
     """Warm the environment up and return the function that measures it."""
     actions = np.random.default_rng(0).integers(NUM_ACTIONS, size=(num_steps, env.num_envs))
     env.reset(seed=0)
     for action in actions[:20]:
         env.step(action)
-    return partial(steps_per_second, env, actions, seconds)
+    return partial(steps_per_second, env, actions, seconds, per_cpu)
 
 
 def first_use(cache_dir: str) -> dict[str, float]:
@@ -94,10 +97,11 @@ def main() -> None:
         "Cage2VecEnv, 1,024 Meander": (Cage2VecEnv(1024, "meander"), 200),
         "Cage2VecEnv, 1 Meander": (Cage2VecEnv(1, "meander"), 2000),
         "25 Cage2Env in SyncVectorEnv": (SyncVectorEnv([single] * 25, autoreset_mode="SameStep"), 100),
-        f"25 Cage2Env in SubprocVecEnv, {NUM_PROCESSES} processes": (processes, 100),
+        IN_PROCESSES: (processes, 100),
     }
     try:
-        candidates = {name: candidate(env, seconds, num_steps) for name, (env, num_steps) in envs.items()}
+        per_cpu: dict[str, list[float]] = {name: [] for name in envs}
+        candidates = {name: candidate(env, seconds, steps, per_cpu[name]) for name, (env, steps) in envs.items()}
         figures = interleave(candidates, rounds)
     finally:
         for env, _ in envs.values():
@@ -112,10 +116,13 @@ def main() -> None:
     for name, measured in figures.items():
         statistics = summary(measured)
         ratio = median_ratio(measured, reference)
-        results[name] = {**statistics, "times_sync_vector_env": ratio, "figures": measured}
+        cpu = f"{summary(per_cpu[name])['median']:,.0f}" if name != IN_PROCESSES else ""
+        results[name] = {
+            **statistics, "times_sync_vector_env": ratio, "figures": measured, "per_cpu_second": per_cpu[name],
+        }  # fmt: skip
         cyborg = statistics["median"] / CYBORG_STEPS_PER_SECOND
         median, low, high = (f"{statistics[key]:,.0f}" for key in ("median", "min", "max"))
-        rows.append([name, median, f"{low} - {high}", f"{ratio:.1f}", f"{cyborg:,.0f}"])
+        rows.append([name, median, f"{low} - {high}", cpu, f"{ratio:.1f}", f"{cyborg:,.0f}"])
 
     state_bytes = simulator.new_states(1).nbytes
     data: dict[str, Any] = {
@@ -126,7 +133,10 @@ def main() -> None:
         "first_use_seconds": compiling,
         "later_use_seconds": cached,
     }
-    columns = ["environments", "steps/s (median)", "min - max", "times SyncVectorEnv", "times CybORG (600/s, quoted)"]
+    columns = [
+        "environments", "steps/s (median)", "min - max", "steps per CPU second", "times SyncVectorEnv",
+        "times CybORG (600/s, quoted)",
+    ]  # fmt: skip
     markdown = (
         f"# CAGE2 stepping alone, random actions, resets included ({rounds} rounds of {seconds} s)\n\n"
         + markdown_table(columns, rows)
