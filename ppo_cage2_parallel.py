@@ -17,6 +17,7 @@ import csv
 import difflib
 import fcntl
 import hashlib
+import importlib.util
 import io
 import itertools
 import json
@@ -78,7 +79,7 @@ class Args:
     torch_deterministic: bool = True
     """ask torch for deterministic algorithms, so that equal seeds give equal runs"""
     compile: bool = True
-    """torch.compile the policy and the gradient: about twice as fast after 10-30 s of compiling"""
+    """torch.compile the gradient: about twice as fast after 10-30 s of compiling"""
     eval_every: int = 1_000_000
     """environment steps between evaluations; 0: only at the end"""
     eval_episodes: int = 200
@@ -214,12 +215,19 @@ def check_ranges(args: Args) -> None:
         raise UsageError(f"--num-minibatches {args.num_minibatches} does not divide the batch of {batch}.")
     if args.norm_adv and args.minibatch_size < 2:
         raise UsageError(f"Minibatches of 1 cannot be normalised: lower --num-minibatches {args.num_minibatches}.")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        raise UsageError("--track needs Weights & Biases: pip install wandb.")
     if args.resume and args.logdir is None:
         raise UsageError("--resume needs --logdir, the folder of the run to continue.")
     if args.device != "cpu" and not (args.device.startswith("cuda") and torch.cuda.is_available()):
         raise UsageError(
             f"--device {args.device} is not available here; use cpu" + ", cuda." * torch.cuda.is_available()
         )
+
+
+def known_args(values: dict[str, Any]) -> Args:
+    """Args from saved values; those that this copy of the script no longer has are left out."""
+    return Args(**{name: value for name, value in values.items() if name in Args.__dataclass_fields__})
 
 
 def validate(args: Args) -> None:
@@ -289,9 +297,9 @@ class Agent(nn.Module):
         entropy = -(log_probs.exp() * log_probs).sum(-1)
         return action, log_prob, entropy, self.get_value(obs)
 
-    def networks(self) -> list[list[nn.Parameter]]:
-        """Its parameters: the actor's, then the critic's."""
-        return [[*self.actor.parameters()], [*self.critic.parameters()]]
+    def networks(self, args: Args) -> list[list[nn.Parameter]]:
+        """The parameters that share a gradient norm and a learning rate: here actor and critic together."""
+        return [[*self.actor.parameters(), *self.critic.parameters()]]
 
 
 def gumbel_noise(shape: tuple[int, ...], device: Any, generator: torch.Generator | None = None) -> torch.Tensor:
@@ -392,9 +400,9 @@ APPROX_KL = LOSS_METRICS.index("approx_kl")
 
 
 def ppo_gradients(agent: Agent, minibatch: Any, args: Args) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The gradient of `ppo_loss`, a flat vector for each of `agent.networks()`, and LOSS_METRICS as a vector."""
+    """The gradient of `ppo_loss`, a flat vector for each of `agent.networks(args)`, and LOSS_METRICS as a vector."""
     loss, metrics = ppo_loss(agent, *minibatch, args=args)  # type: ignore[misc]
-    networks = agent.networks()
+    networks = agent.networks(args)
     gradients = iter(torch.autograd.grad(loss, [p for network in networks for p in network]))
     flat = [torch.cat([next(gradients).reshape(-1) for _ in network]) for network in networks]
     return flat, torch.stack([metrics[name] for name in LOSS_METRICS])
@@ -403,7 +411,8 @@ def ppo_gradients(agent: Agent, minibatch: Any, args: Args) -> tuple[list[torch.
 def flatten_parameters(network: list[nn.Parameter]) -> nn.Parameter:
     """Move parameters into one vector and make them views of it.
 
-    Clipping and Adam then handle one long tensor instead of a dozen short ones, half the cost of a small step.
+    Clipping and Adam then handle one long tensor instead of a dozen short ones, which halves the cost of a step of
+    networks as small as these.
     """
     flat = torch.cat([p.detach().reshape(-1) for p in network])
     for p, part in zip(network, flat.split([p.numel() for p in network]), strict=True):
@@ -556,7 +565,7 @@ class Memory(VectorWrapper):
 def make_envs(args: Args, backend: str = "batch", **settings: Any) -> VectorEnv:
     """`args.num_envs` games that reset within the step that ends an episode (SAME_STEP), behind Blue's memory.
 
-    `backend` is batch, subproc or cyborg (the real simulator, if installed: DependencyNotInstalled says how);
+    `backend` is batch, subproc or cyborg, the real simulator (UsageError, with what to install, where it is missing);
     `settings` are passed on to the games.
     """
     red_agent = RED_MIXTURE if args.red_agent == "mixed" else args.red_agent
@@ -569,8 +578,10 @@ def make_envs(args: Args, backend: str = "batch", **settings: Any) -> VectorEnv:
         env_fns = [partial(Cage2Env, **settings)] * args.num_envs
         vec_env = SubprocVecEnv(env_fns, num_workers=args.num_workers, autoreset_mode=AutoresetMode.SAME_STEP)
     else:
-        from envs.cage2.cyborg import make_cyborg_vec_env
+        from envs.cage2.cyborg import INSTALL_HINT, make_cyborg_vec_env
 
+        if importlib.util.find_spec("CybORG") is None:
+            raise UsageError(INSTALL_HINT)
         vec_env = make_cyborg_vec_env(args.num_envs, args.num_workers, **settings)
     horizon = args.max_steps if args.finite_horizon else None
     return Memory(vec_env, args.memory, args.actions == "reduced", horizon)
@@ -900,8 +911,8 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None]:
     if checkpoint is None and (logdir / "latest.pt").exists():
         raise UsageError(f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
     for name, saved in (checkpoint or {"args": {}})["args"].items():
-        if name not in RESUMABLE and getattr(args, name) != saved:
-            raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name)}.")
+        if name not in RESUMABLE and getattr(args, name, None) != saved:
+            raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name, None)}.")
     try:
         logdir.mkdir(parents=True, exist_ok=True)
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
@@ -934,16 +945,16 @@ def train(args: Args) -> dict[str, Any]:
     assert vec_env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP  # so that final_obs below exists
     num_actions = int(vec_env.single_action_space.n)
     agent = Agent(vec_env, args).to(device)
-    networks = [flatten_parameters(network) for network in agent.networks()]
+    networks = [flatten_parameters(network) for network in agent.networks(args)]
     loss_args: Any = replace(args, ent_coef=torch.tensor(args.ent_coef, device=device))  # type: ignore[arg-type]
     optimizer = torch.optim.Adam([{"params": [network]} for network in networks], eps=1e-5, fused=True)  # detail 3
-    gradients_of, act = ppo_gradients, agent.get_action
+    gradients_of = ppo_gradients
     if args.compile and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         print("No C++ compiler was found, so --compile is off; with one, training is about twice as fast.")
     elif args.compile:
         torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
-        gradients_of = torch.compile(ppo_gradients, fullgraph=True, dynamic=False)
-        act = torch.compile(agent.get_action, fullgraph=True, dynamic=False)
+        options: dict[str, Any] = {"cpp_wrapper": device.type == "cpu"}
+        gradients_of = torch.compile(ppo_gradients, fullgraph=True, dynamic=False, options=options)
 
     # The rollout, time-major: row t holds what happened at step t in each environment.
     obs = torch.zeros((num_steps, num_envs, *vec_env.single_observation_space.shape), device=device)
@@ -975,6 +986,10 @@ def train(args: Args) -> dict[str, Any]:
     logger = Logger(logdir, counters.global_step)
     if checkpoint is None:
         save_checkpoint(logdir / "latest.pt", state())  # from here on a killed run can be resumed
+    if args.track:
+        import wandb
+
+        wandb.init(project=SCRIPT, name=logdir.name, config=asdict(args), sync_tensorboard=True)
     interrupt = Interrupt()
     evaluation: dict[str, Any] = {}
     while counters.update < args.num_updates and interrupt.signum is None:
@@ -994,7 +1009,7 @@ def train(args: Args) -> dict[str, Any]:
         for t in range(num_steps):
             obs[t] = next_obs
             with torch.no_grad():
-                actions[t] = act(next_obs, noise[t])
+                actions[t] = agent.get_action(next_obs, noise[t])
             env_actions = actions[t].cpu().numpy()
             before_step = time.perf_counter()
             env_obs, reward, terminated, truncated, infos = vec_env.step(env_actions)
@@ -1041,15 +1056,18 @@ def train(args: Args) -> dict[str, Any]:
                 kl_exceeded = args.target_kl is not None and float(metrics[APPROX_KL]) > args.target_kl
                 if kl_exceeded:
                     break
-                for network, gradient in zip(networks, gradients, strict=True):
-                    network.grad = gradient
-                grad_norm = float(nn.utils.clip_grad_norm_(networks, args.max_grad_norm or math.inf))  # detail 11
+                norms = [float(torch.linalg.vector_norm(gradient)) for gradient in gradients]
+                grad_norm = math.hypot(*norms)
                 if not math.isfinite(grad_norm):
                     np.savez(logdir / "postmortem.npz", *[x.cpu() for x in minibatch])
                     raise FloatingPointError(
                         f"The gradient of update {counters.update} is not finite; the weights were not touched, the "
                         f"minibatch is in {logdir / 'postmortem.npz'}. A smaller --learning-rate may help."
                     )
+                for network, gradient, norm in zip(networks, gradients, norms, strict=True):
+                    if args.max_grad_norm is not None and norm > args.max_grad_norm:  # detail 11
+                        gradient *= args.max_grad_norm / norm
+                    network.grad = gradient
                 optimizer.step()
                 metric_sums += metrics
                 grad_norm_sum += grad_norm
@@ -1129,10 +1147,11 @@ def train(args: Args) -> dict[str, Any]:
         outcome = "stopped; continue with --resume --logdir"
     else:
         update_leaderboard(logdir, args, counters.best_return, counters.global_step)
+        evaluation = {name.removeprefix("eval/"): column[-1] for name, column in read_csv(logdir / "eval.csv").items()}
         outcome = f"score {evaluation['score']:.2f}, best {counters.best_return:.2f}; run folder"
     logger.line(f"{counters.global_step:,} steps in {counters.seconds:.0f} s, {outcome} {logdir}", final=True)
     return {"logdir": str(logdir), "signal": interrupt.signum, **asdict(counters),
-            "score": evaluation.get("score", math.nan), "cells": evaluation.get("cells", {})}  # fmt: skip
+            "score": evaluation.get("score", math.nan)}  # fmt: skip
 
 
 # ==========================================================================================================
@@ -1176,7 +1195,7 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     logdir = Path(play_args.logdir)
     name = play_args.checkpoint
     checkpoint = load_checkpoint(logdir / f"{name}.pt" if name in ("best", "latest") else Path(name))
-    args = Args(**checkpoint["args"])
+    args = known_args(checkpoint["args"])
     chosen = {key: getattr(play_args, key) for key in ("red_agent", "version", "max_steps")}
     args = replace(args, device="cpu", **{key: value for key, value in chosen.items() if value is not None})
     validate(args)
@@ -1293,10 +1312,11 @@ def parse_args(argv: list[str]) -> Args:
                 raise UsageError(f"There is no preset {name!r}; did you mean {close}? Presets: {', '.join(PRESETS)}.")
             values |= PRESETS[name]
         argv = argv[:start] + argv[stop:]
-    if "--resume" in argv and "--logdir" in argv[:-1]:
-        logdir = Path(argv[argv.index("--logdir") + 1])
-        values = load_latest(logdir, "cpu")["args"] | values
-    return tyro.cli(Args, args=argv, default=Args(**values), description=__doc__)
+    args = tyro.cli(Args, args=argv, default=Args(**values), description=__doc__)
+    if args.resume and args.logdir is not None:
+        saved = load_latest(Path(args.logdir), "cpu")["args"]
+        args = tyro.cli(Args, args=argv, default=known_args(saved | values))
+    return args
 
 
 def main(argv: list[str]) -> int:
