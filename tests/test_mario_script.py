@@ -1,0 +1,415 @@
+"""ppo_atari_mario.py on the real game: training, exact resume, evaluation, videos, play and what it refuses.
+
+The emulator is nes_py, which a plain install brings; what is tested on fceumm too is skipped by name without it.
+What all scripts have in common is tested in test_ppo_math.py.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import PIL.Image
+import PIL.ImageSequence
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import ppo_atari_mario as mario
+from tests.conftest import ROOT, assert_same
+from tests.test_mario_env import GOAL_RUNS, NOOP, RUN, decode, require
+
+BACKENDS = ["nes_py", "fceumm"]
+# a run of seconds: 4 updates of 2 x 8 steps, episodes of at most 6 steps, an evaluation after every second update
+TINY: dict[str, Any] = {
+    "total_timesteps": 64, "num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2, "num_workers": 1,
+    "feature_dim": 16, "max_episode_steps": 6, "noop_max": 3, "eval_every": 32, "eval_episodes": 2,
+    "video_episodes": 2, "save_every": 1, "backend": "nes_py",
+}  # fmt: skip
+
+
+def tiny(logdir: Path, **values: Any) -> mario.Args:
+    return mario.Args(**(TINY | {"logdir": str(logdir)} | values))
+
+
+def command_line(args: dict[str, Any]) -> list[str]:
+    return [word for name, value in args.items() for word in (mario.flag(name), str(value))]
+
+
+def make_agent(input_shape: tuple[int, ...] = (4, 64, 64), **values: Any) -> mario.Agent:
+    torch.manual_seed(0)
+    spaces: Any = SimpleNamespace(
+        single_observation_space=gym.spaces.Box(0, 255, input_shape, np.uint8),
+        single_action_space=gym.spaces.Discrete(7),
+    )
+    return mario.Agent(spaces, mario.Args(**({"amp": False} | values)))
+
+
+def pictures(batch_size: int, channels: int = 4, side: int = 64) -> torch.Tensor:
+    rng = np.random.default_rng(0)
+    return torch.from_numpy(rng.integers(0, 256, (batch_size, channels, side, side), dtype=np.uint8))
+
+
+def without_consoles(state: Any) -> Any:
+    """A checkpoint's part less the emulators' own bytes: FCEUmm's hold the phase of a noise that is only heard. That
+    what they play is the same, the frames, rewards and weights show."""
+    if isinstance(state, dict):
+        return {key: without_consoles(value) for key, value in state.items() if key != "core"}
+    return [without_consoles(value) for value in state] if isinstance(state, list) else state
+
+
+class Scripted(torch.nn.Module):
+    """An agent that plays given actions, `moves[t]` at step t (a number for all environments, or one for each)."""
+
+    def __init__(self, moves: list[Any]) -> None:
+        super().__init__()
+        self.device_holder = torch.nn.Parameter(torch.zeros(1))
+        self.moves: Iterator[Any] = iter(moves)
+
+    def get_action(self, obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+        return torch.as_tensor(next(self.moves)).expand(len(obs))
+
+
+# ---- arguments ------------------------------------------------------------------------------------------------------
+
+
+def test_the_documents_preset_has_exactly_its_values() -> None:
+    args = mario.parse_args(["--configs", "document"])
+    expected = {
+        "seed": 0, "total_timesteps": 10_000_000, "eval_every": 100_000, "save_every": 100_000, "eval_episodes": 10,
+        "num_envs": 32, "num_steps": 128, "minibatch_size": 256, "update_epochs": 4, "learning_rate": 2.5e-4,
+        "anneal_lr": False, "gamma": 0.99, "gae_lambda": 0.95, "clip_coef": 0.2, "vf_coef": 0.5, "ent_coef": 0.03,
+        "max_grad_norm": 0.5, "feature_dim": 512, "obs": "rgb64", "skip": 4, "video_episodes": 3, "video_fps": 16,
+        "reward": "document", "shared_cnn": True, "clip_vloss": False, "target_kl": None,
+    }  # fmt: skip
+    assert {name: getattr(args, name) for name in expected} == expected
+    assert (args.batch_size, args.num_updates) == (4096, 2441)
+
+
+@pytest.mark.parametrize(
+    ("configs", "expected"),
+    [
+        (["document", "explore"], {"ent_coef": 0.05, "learning_rate": 1e-4, "gamma": 0.99, "num_envs": 32}),
+        (["document", "fast"], {"num_envs": 8, "minibatch_size": 128, "update_epochs": 3,
+                                "total_timesteps": 2_000_000}),
+        (["debug"], {"num_envs": 4, "num_steps": 64, "minibatch_size": 64, "update_epochs": 2, "gamma": 0.95,
+                     "total_timesteps": 100_000, "eval_every": 10_000, "save_every": 10_000}),
+        (["explore", "defaults"], {"ent_coef": 0.05}),  # a layer changes only what it names
+    ],
+)  # fmt: skip
+def test_presets_layer_from_left_to_right(configs: list[str], expected: dict[str, Any]) -> None:
+    args = mario.parse_args(["--configs", *configs])
+    assert {name: getattr(args, name) for name in expected} == expected
+
+
+def test_flags_win_over_presets() -> None:
+    args = mario.parse_args(["--configs", "document", "debug", "--num-envs", "6", "--no-shared-cnn"])
+    assert (args.num_envs, args.shared_cnn, args.total_timesteps) == (6, False, 100_000)
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--configs", "documents"], ["documents", "did you mean document?"]),
+        (["--env-id", "Breakout"], ["Breakout", "Mario-1-1"]),
+        (["--env-id", "Mario-9-1"], ["9-1", "1-1 to 8-4"]),
+        (["--num-minibatches", "7"], ["--num-minibatches 7", "4096"]),
+        (["--sticky-action-probability", "1.5"], ["1.5", "below 1"]),
+        (["--gamma", "1", "--stuck-steps", "0"], ["--gamma 1", "--stuck-steps"]),
+        (["--skip", "0"], ["skip=0"]),
+        (["--feature-dim", "0"], ["--feature-dim"]),
+        (["--total-timesteps", "1000"], ["1000", "4096"]),
+        (["--resume"], ["--logdir"]),
+        (["play", "--logdir", "/nowhere"], ["/nowhere/best.pt"]),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_sentence(
+    argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert mario.main(argv) == 2
+    message = capsys.readouterr().err
+    assert all(word in message for word in words)
+    assert "Traceback" not in message
+
+
+def test_a_missing_emulator_is_named_with_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("envs.nes_core.available_backends", list)
+    assert mario.main(["--backend", "fceumm"]) == 2
+    assert "pip install --no-deps stable-retro" in capsys.readouterr().err
+
+
+# ---- agent ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("channels", "side", "sizes", "flat"),
+    [(3, 64, [(32, 15, 15), (64, 6, 6), (64, 4, 4)], 1024), (4, 84, [(32, 20, 20), (64, 9, 9), (64, 7, 7)], 3136)],
+)
+def test_shapes_of_the_convolutions(channels: int, side: int, sizes: list[tuple[int, ...]], flat: int) -> None:
+    network = mario.cnn((channels, side, side), 512)
+    x, seen = pictures(2, channels, side).float(), []
+    for layer in network:
+        x = layer(x)
+        if isinstance(layer, torch.nn.Conv2d):
+            seen.append(tuple(x.shape[1:]))
+    linear: Any = network[-2]
+    assert (seen, linear.in_features, tuple(x.shape)) == (sizes, flat, (2, 512))
+
+
+def test_a_batch_of_one_keeps_its_dimension() -> None:
+    action, log_prob, entropy, value = make_agent().get_action_and_value(pictures(1))
+    assert [tuple(x.shape) for x in (action, log_prob, entropy, value)] == [(1,)] * 4
+
+
+def test_the_policy_starts_nearly_uniform() -> None:
+    entropy = make_agent().get_action_and_value(pictures(32))[2].detach()
+    assert 1.93 < float(entropy.mean()) <= math.log(7)  # 1.9459; no policy of seven actions has more
+
+
+def test_gumbel_noise_samples_the_softmax_and_no_noise_gives_its_mode() -> None:
+    logits = torch.tensor([2.0, 0.0, 1.0])
+    noise = mario.gumbel_noise(torch.zeros(200_000, 3), torch.Generator().manual_seed(0))
+    frequencies = (logits + noise).argmax(-1).bincount(minlength=3) / 200_000
+    torch.testing.assert_close(frequencies, logits.softmax(0), atol=0.005, rtol=0)  # 4.5 standard errors
+    agent, obs = make_agent(), pictures(8)
+    mode = agent.actor_logits(agent.features(agent.actor_cnn, obs)).argmax(-1)
+    assert torch.equal(agent.get_action(obs, torch.zeros(8, 7)), mode)
+
+
+def test_bfloat16_changes_little() -> None:
+    agent, obs = make_agent(), pictures(64)
+    exact = agent.get_action_and_value(obs, torch.arange(64) % 7)
+    agent.amp = True
+    rounded = agent.get_action_and_value(obs, torch.arange(64) % 7)
+    for one, other in zip(exact[1:], rounded[1:], strict=True):
+        assert one.dtype == other.dtype == torch.float32
+        assert 0 < float((one - other).detach().abs().max()) < 0.02 * max(1.0, float(one.detach().abs().max()))
+
+
+def test_separate_networks_have_twice_the_weights_and_share_nothing() -> None:
+    shared, separate = make_agent(), make_agent(shared_cnn=False)
+    sizes = [sum(p.numel() for p in agent.parameters()) for agent in (shared, separate)]
+    heads = 7 * 512 + 7 + 512 + 1
+    assert sizes[1] - heads == 2 * (sizes[0] - heads)
+    separate.get_value(pictures(2)).sum().backward()
+    assert all(p.grad is None for p in [*separate.actor_cnn.parameters(), *separate.actor_logits.parameters()])
+    assert all(p.grad is not None for p in separate.critic_cnn.parameters())
+
+
+# ---- workers --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="reads Linux's /proc")
+def test_workers_are_small_because_they_do_not_import_torch() -> None:
+    vec_env: Any = mario.make_envs(mario.Args(**(TINY | {"num_envs": 4, "num_workers": 2})))
+    try:
+        vec_env.reset(seed=0)
+        for worker in vec_env._pool.workers:
+            lines = Path(f"/proc/{worker.process.pid}/smaps_rollup").read_text().splitlines()
+            private = sum(int(line.split()[1]) for line in lines if line.startswith("Private"))
+            assert private < 60_000  # KiB; importing torch alone takes 145,000
+    finally:
+        vec_env.close()
+
+
+# ---- training -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a finished tiny run."""
+    logdir = tmp_path_factory.mktemp("mario") / "run"
+    result = mario.train(tiny(logdir))
+    assert (result["update"], result["global_step"], result["minibatch_updates"]) == (4, 64, 16)
+    return logdir
+
+
+def test_a_run_leaves_its_record(run: Path) -> None:
+    assert {path.name for path in run.iterdir()} >= {
+        "config.json", "progress.csv", "timing.csv", "eval.csv", "best.pt", "latest.pt", "curves.png", "videos",
+    }  # fmt: skip
+    config = json.loads((run / "config.json").read_text())
+    assert config["args"]["backend"] == "nes_py"
+    progress = mario.read_csv(run / "progress.csv")
+    assert progress["global_step"].tolist() == [16, 32, 48, 64]
+    assert progress["train/learning_rate"] == pytest.approx([5e-4, 3.75e-4, 2.5e-4, 1.25e-4])
+    assert progress["rollout/resets"].tolist() == [2, 4, 8, 10]  # 2 environments; an episode ends every 6 steps
+    assert (progress["rollout/episodic_length"] == 6).all()
+    assert (progress["rollout/success_rate"] == 0).all()
+    for name in ("policy_loss", "value_loss", "entropy", "approx_kl", "clip_fraction", "explained_variance"):
+        assert np.isfinite(progress[f"train/{name}"]).all(), name
+    evaluation = mario.read_csv(run / "eval.csv")
+    assert evaluation["global_step"].tolist() == [32, 64]
+    assert {"eval/success_rate", "eval/mean_return", "eval_sampled/success_rate"} <= evaluation.keys()
+
+
+def test_tensorboard_shows_the_evaluation_episodes(run: Path) -> None:
+    events = EventAccumulator(str(run), size_guidance={"images": 0}).Reload()
+    images = events.Images("eval/episodes")
+    assert [image.step for image in images] == [32, 64]
+    with PIL.Image.open(io.BytesIO(images[-1].encoded_image_string)) as gif:
+        assert (gif.format, gif.size) == ("GIF", (2 * 128, 120))  # two episodes at half size
+        # 6 frames at 16 a second in a GIF's hundredths of a second; equal ones are stored as one that lasts longer
+        assert sum(frame.info["duration"] for frame in PIL.ImageSequence.Iterator(gif)) == 6 * 60
+    assert (run / "videos" / "step_64.gif").read_bytes() == images[-1].encoded_image_string
+    assert {"train/entropy", "eval/success_rate", "rollout/success_rate", "time/sps"} <= set(events.Tags()["scalars"])
+
+
+def test_play_prints_json_and_writes_gifs(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["play", "--logdir", str(run), "--checkpoint", "latest", "--episodes", "2", "--save-gif"]
+    assert mario.main([*argv, "--stochastic", "--gif-dir", str(tmp_path)]) == 0
+    summary = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (summary["success_rate"], len(summary["returns"])) == (0.0, 2)
+    assert summary["mean_return"] == pytest.approx(np.mean(summary["returns"]))
+    gifs = sorted(tmp_path.glob("run_*/*.gif"))
+    names = [f"episode_{i + 1:03d}_return_{r:.0f}_steps_6.gif" for i, r in enumerate(summary["returns"])]
+    assert [gif.name for gif in gifs] == names
+    with PIL.Image.open(gifs[0]) as gif:
+        assert gif.size == (256, 240)  # the full screen
+        # 15 frames a second, the game's pace: 6.67 hundredths round to 7
+        assert sum(frame.info["duration"] for frame in PIL.ImageSequence.Iterator(gif)) == 6 * 70
+
+
+def test_a_finished_folder_is_not_overwritten(run: Path) -> None:
+    with pytest.raises(mario.UsageError, match="already holds a run"):
+        mario.train(tiny(run))
+    with pytest.raises(mario.UsageError, match=r"--gamma from 0\.95 to 0\.9"):
+        mario.train(tiny(run, resume=True, gamma=0.9))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_killed_run_resumes_bit_for_bit(backend: str, tmp_path: Path) -> None:
+    """kill -9 somewhere in the middle of episodes, resume: the weights, the optimiser and the log are those of a run
+    that nobody killed. The game's state, the sticky actions' random numbers and the frame stacks must all be back."""
+    require(backend)
+    values = {"backend": backend, "max_episode_steps": 0, "stuck_steps": 15, "total_timesteps": 96, "eval_every": 0}
+    whole = mario.train(tiny(tmp_path / "whole", capture_video=False, **values))
+    killed = tmp_path / "killed"
+    argv = [sys.executable, "ppo_atari_mario.py", "--no-capture-video"]
+    argv += command_line(TINY | values | {"logdir": killed, "total_timesteps": 96})
+    process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (killed / "progress.csv").exists() or len((killed / "progress.csv").read_text().splitlines()) < 3:
+        assert process.poll() is None, "the run ended before it could be killed"
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    before = mario.load_latest(killed, "cpu")["counters"]["update"]
+    assert 1 <= before < 6
+    resumed = mario.train(mario.parse_args(["--resume", "--logdir", str(killed)]))
+    assert resumed["update"] == whole["update"] == 6
+    first, second = (mario.load_checkpoint(tmp_path / name / "latest.pt") for name in ("whole", "killed"))
+    for part in ("agent", "optimizer", "random", "envs", "episodes"):
+        assert_same(without_consoles(second[part]), without_consoles(first[part]), part)
+    assert (killed / "progress.csv").read_text() == (tmp_path / "whole" / "progress.csv").read_text()
+
+
+def test_sigterm_saves_and_exits_with_143(tmp_path: Path) -> None:
+    argv = [sys.executable, "ppo_atari_mario.py", "--no-capture-video"]
+    argv += command_line(TINY | {"logdir": tmp_path / "run", "total_timesteps": 100_000, "eval_every": 0})
+    process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "run" / "timing.csv").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.kill(process.pid, signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert "continue with --resume" in output
+    checkpoint = mario.load_checkpoint(tmp_path / "run" / "latest.pt")
+    rows = mario.read_csv(tmp_path / "run" / "progress.csv")["global_step"]
+    assert checkpoint["counters"]["global_step"] == rows[-1] >= 16
+
+
+def test_kept_checkpoints_and_the_remaining_options_train(tmp_path: Path) -> None:
+    """Separate networks, 84 x 84 pictures, per-environment advantages, value clipping and a KL limit, in one run."""
+    options: dict[str, Any] = {
+        "shared_cnn": False, "obs": "gray84", "norm_adv_scope": "per_env", "clip_vloss": True, "target_kl": 1e-9,
+        "reward": "document", "action_set": "right_only", "amp": False, "total_timesteps": 32, "eval_every": 0,
+        "keep_checkpoints": True, "capture_video": False, "anneal_lr": False,
+    }  # fmt: skip
+    mario.train(tiny(tmp_path / "run", **options))
+    assert sorted(path.name for path in (tmp_path / "run").glob("step_*.pt")) == ["step_16.pt", "step_32.pt"]
+    progress = mario.read_csv(tmp_path / "run" / "progress.csv")
+    assert (progress["train/update_epochs_done"] < 2).all()  # no update changes the policy by as little as 1e-9
+    assert (progress["train/learning_rate"] == 5e-4).all()
+    first, second = (mario.load_checkpoint(tmp_path / "run" / f"step_{step}.pt")["agent"] for step in (16, 32))
+    assert not torch.equal(first["critic_cnn.0.weight"], second["critic_cnn.0.weight"])
+
+
+# ---- evaluation -----------------------------------------------------------------------------------------------------
+
+
+def test_only_starts_sticky_actions_and_sampling_tell_episodes_apart(tmp_path: Path) -> None:
+    """The console knows no chance: without these, ten deterministic evaluation episodes are one episode."""
+    agent = make_agent()
+    still = tiny(tmp_path, noop_max=0, sticky_action_probability=0.0, eval_episodes=4, max_episode_steps=25)
+    with torch.no_grad():
+        agent.actor_logits.bias += torch.tensor([0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0])  # run and jump to the right
+        agent.actor_logits.weight *= 30
+
+    def different(args: mario.Args, **options: Any) -> int:
+        return len(set(mario.evaluate(agent, args, **options)["returns"]))
+
+    assert different(still) == 1
+    assert different(still, deterministic=False) > 1
+    assert different(mario.replace(still, noop_max=30, sticky_action_probability=0.25)) > 1
+
+
+def test_equal_seeds_give_equal_evaluations(tmp_path: Path) -> None:
+    agent, args = make_agent(), tiny(tmp_path, noop_max=30, eval_episodes=3, max_episode_steps=20)
+    results = [mario.evaluate(agent, args, deterministic=False, seed=seed) for seed in (1, 1, 2)]
+    assert results[0] == results[1]
+    assert results[0]["returns"] != results[2]["returns"]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_flag_counts_as_success(backend: str, tmp_path: Path) -> None:
+    require(backend)
+    moves = decode(GOAL_RUNS[backend, "1-1"])
+    args = tiny(tmp_path, backend=backend, noop_max=0, sticky_action_probability=0.0, eval_episodes=1,
+                max_episode_steps=0, stuck_steps=0)  # fmt: skip
+    agent: Any = Scripted(moves)
+    evaluation = mario.evaluate(agent, args)
+    assert evaluation["success_rate"] == 1.0
+    assert evaluation["mean_return"] > 300  # 3,100 pixels and the flag, less the clock, over 10
+    assert evaluation["lengths"][0] <= len(moves)
+
+
+def test_frames_stand_side_by_side_and_the_ended_episode_shows_its_last(tmp_path: Path) -> None:
+    args = tiny(tmp_path, noop_max=0, sticky_action_probability=0.0, max_episode_steps=60, skip=4)
+    agent: Any = Scripted([[RUN, NOOP]] * 60)  # the first runs into the first enemy, the second waits
+    evaluation = mario.evaluate(agent, args, render_mode="rgb_array")
+    end = evaluation["lengths"][0]
+    assert end < 60 == evaluation["lengths"][1] == len(evaluation["frames"])
+    assert evaluation["frames"][0].shape == (240, 2 * 256, 3)
+    left = [frame[:, :256] for frame in evaluation["frames"]]
+    assert not np.array_equal(left[0], left[end - 1])
+    assert all(np.array_equal(frame, left[end - 1]) for frame in left[end:])
+
+
+# ---- learning -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_mario_learns_to_get_further(backend: str, tmp_path: Path) -> None:
+    require(backend)
+    args = mario.Args(total_timesteps=20_480, eval_every=0, eval_episodes=2, capture_video=False, backend=backend)
+    mario.train(mario.replace(args, logdir=str(tmp_path / "run")))
+    returns = mario.read_csv(tmp_path / "run" / "progress.csv")["rollout/episodic_return"]
+    assert np.mean(returns[-2:]) > 1.5 * returns[0]
