@@ -249,6 +249,10 @@ class SubprocVecEnv(VectorEnv):
     def step_async(self, actions: Any) -> None:
         """Begin a step of every environment.
 
+        To act in one half of the environments while the other half steps, make two SubprocVecEnvs of half the
+        environments and workers each, and call `step_async` on one before `step_wait` on the other. Whether that pays
+        is measured in `benchmarks/vec_env.py`; on two cores it does not.
+
         Args:
             actions: an element of `action_space`: an array (num_envs, ...), or a dict or tuple of such.
 

@@ -28,8 +28,6 @@ from tests.test_subproc_vec_env import CONTEXTS, MODES, CountEnv
 
 ROOT = Path(__file__).parent.parent
 LINUX = sys.platform == "linux"
-# The server then imports once what every worker needs, which makes these tests several times faster.
-multiprocessing.set_forkserver_preload(["tests.test_subproc_vec_env"])
 
 pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(not LINUX, reason="looks into /proc and /dev/shm")]
 
@@ -176,7 +174,7 @@ GONE = {
 FAULTS = RAISED | GONE
 # Starting an interpreter takes long, so under spawn a fault of each nature will do.
 CASES = [(context, kind) for context in CONTEXTS[:2] for kind in FAULTS]
-CASES += [("spawn", kind) for kind in ("exception", "unpicklable", "sigkill", "hang")]
+CASES += [("spawn", kind) for kind in ("unpicklable", "sigkill", "hang")]
 
 
 def timeout_of(kind: str) -> dict[str, float]:
@@ -214,7 +212,7 @@ def test_a_fault_in_reset_is_reported_with_its_cause(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("context", "kind"), [(context, kind) for context, kind in CASES if context == "fork" or kind == "exception"]
+    ("context", "kind"), [(context, kind) for context, kind in CASES if context == "fork" or kind == "unpicklable"]
 )
 def test_a_fault_in_a_constructor_is_reported_with_its_cause(context: str, kind: str) -> None:
     error, text = FAULTS[kind]

@@ -24,6 +24,8 @@ from envs.subproc_vec_env import SubprocVecEnv, WorkerError
 
 CONTEXTS = ["fork", "forkserver", "spawn"]
 MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
+# The server then imports once what every worker needs, which makes these tests several times faster.
+multiprocessing.set_forkserver_preload(["tests.test_subproc_vec_env"])
 UNIT = Box(-np.inf, np.inf, (2,), np.float32)
 
 
@@ -146,8 +148,7 @@ def test_equals_sync_vector_env_bit_for_bit(env: Any, mode: AutoresetMode) -> No
     with_processes.close()
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("num_workers", [1, 3, 4])
+@pytest.mark.parametrize(("context", "num_workers"), [("fork", 1), ("fork", 4), ("forkserver", 3), ("spawn", 3)])
 def test_results_do_not_depend_on_processes(context: str, num_workers: int) -> None:
     envs = make(4, InfoEnv, num_workers, context=context, autoreset_mode="SameStep")
     reference = SyncVectorEnv([InfoEnv] * 4, autoreset_mode="SameStep")
