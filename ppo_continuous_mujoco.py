@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -213,20 +214,21 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def require(values: Any, condition: str, holds: Callable[[Any], bool], *names: str) -> None:
+    """Raise UsageError for the first of the named values, None aside, for which `holds` is false."""
+    for name in names:
+        value = getattr(values, name)
+        if value is not None and not holds(value):
+            raise UsageError(f"{flag(name)} must be {condition}, not {value}.")
+
+
 def check_ranges(args: Args) -> None:
     """Raise UsageError for a value outside its range: what holds for every PPO script."""
-    ranges = {
-        "at least 1": (lambda x: x >= 1, ["total_timesteps", "num_envs", "num_steps", "num_minibatches",
-                                          "update_epochs", "eval_episodes", "torch_threads", "num_workers"]),
-        "positive": (lambda x: x > 0, ["learning_rate", "clip_coef", "max_grad_norm", "target_kl"]),
-        "at least 0": (lambda x: x >= 0, ["eval_every", "save_every", "ent_coef", "vf_coef", "seed"]),
-        "in [0, 1]": (lambda x: 0 <= x <= 1, ["gamma", "gae_lambda"]),
-    }  # fmt: skip
-    for condition, (holds, names) in ranges.items():
-        for name in names:
-            value = getattr(args, name)
-            if value is not None and not holds(value):
-                raise UsageError(f"{flag(name)} must be {condition}, not {value}.")
+    require(args, "at least 1", lambda x: x >= 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches",
+            "update_epochs", "eval_episodes", "torch_threads", "num_workers")  # fmt: skip
+    require(args, "positive", lambda x: x > 0, "learning_rate", "clip_coef", "max_grad_norm", "target_kl")
+    require(args, "at least 0", lambda x: x >= 0, "eval_every", "save_every", "ent_coef", "vf_coef", "seed")
+    require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "gamma", "gae_lambda")
     batch = f"{args.batch_size} (num_envs {args.num_envs} x num_steps {args.num_steps})"
     if args.total_timesteps < args.batch_size:
         raise UsageError(f"--total-timesteps {args.total_timesteps} is less than one batch of {batch}.")
@@ -257,12 +259,12 @@ def validate(args: Args) -> None:
     if args.norm_reward and (args.average_reward or args.time_scaled_reward):
         other = "--average-reward" if args.average_reward else "--time-scaled-reward"
         raise UsageError(f"{other} is another reward scale than --norm-reward; add --no-norm-reward.")
-    if args.reset_steps is not None and args.reset_steps < 1:
-        raise UsageError(f"--reset-steps must be at least 1, not {args.reset_steps}.")
-    if args.critic_learning_rate is not None and (args.critic_learning_rate <= 0 or args.optimizer == "shared"):
-        raise UsageError(
-            f"--critic-learning-rate {args.critic_learning_rate} must be positive, with --optimizer separate."
-        )
+    require(args, "at least 1", lambda x: x >= 1, "reset_steps")
+    require(args, "positive", lambda x: x > 0, "clip_obs", "clip_reward", "critic_learning_rate")
+    require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "average_reward_rate")
+    require(args, "positive widths", lambda sizes: all(size > 0 for size in sizes), "hidden_sizes")
+    if args.critic_learning_rate is not None and args.optimizer == "shared":
+        raise UsageError("--critic-learning-rate needs --optimizer separate.")
 
 
 # ==========================================================================================================
@@ -1097,6 +1099,7 @@ class PlayArgs:
 
 def play(play_args: PlayArgs) -> dict[str, Any]:
     """Play a checkpoint. Prints a line an episode and, as the last line, the summary as JSON that it returns."""
+    require(play_args, "at least 1", lambda x: x >= 1, "episodes", "gif_fps")
     logdir = Path(play_args.logdir)
     name = play_args.checkpoint
     checkpoint = load_checkpoint(logdir / f"{name}.pt" if name in ("best", "latest") else Path(name))
