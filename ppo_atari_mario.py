@@ -18,6 +18,7 @@ import ctypes
 import difflib
 import fcntl
 import hashlib
+import importlib.util
 import io
 import json
 import math
@@ -77,7 +78,7 @@ class Args:
     torch_deterministic: bool = True
     """ask torch for deterministic algorithms, so that equal seeds give equal runs"""
     compile: bool = False
-    """torch.compile the policy and the gradient: no gain for convolutions on a CPU"""
+    """torch.compile the gradient: no gain for convolutions on a CPU"""
     amp: bool = True
     """compute the networks in bfloat16: 1.6 to 2.2 times as fast on a CPU that has it (avx512_bf16, amx)"""
     eval_every: int = 100_000
@@ -204,6 +205,11 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def known_args(values: dict[str, Any]) -> Args:
+    """Args from saved values; those that this copy of the script no longer has are left out."""
+    return Args(**{name: value for name, value in values.items() if name in Args.__dataclass_fields__})
+
+
 def check_ranges(args: Args) -> None:
     """Raise UsageError for a value outside its range: what holds for every PPO script."""
     ranges = {
@@ -225,6 +231,8 @@ def check_ranges(args: Args) -> None:
         raise UsageError(f"--num-minibatches {args.num_minibatches} does not divide the batch of {batch}.")
     if args.norm_adv and args.minibatch_size < 2:
         raise UsageError(f"Minibatches of 1 cannot be normalised: lower --num-minibatches {args.num_minibatches}.")
+    if args.track and importlib.util.find_spec("wandb") is None:
+        raise UsageError("--track needs Weights & Biases: pip install wandb.")
     if args.resume and args.logdir is None:
         raise UsageError("--resume needs --logdir, the folder of the run to continue.")
     if args.device != "cpu" and not (args.device.startswith("cuda") and torch.cuda.is_available()):
@@ -724,7 +732,7 @@ def log_video(logger: Logger, frames: list[np.ndarray], fps: float, step: int) -
     save_gif(frames, path, fps)
     height, width, channels = frames[0].shape
     image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=path.read_bytes())
-    logger.writer.file_writer.add_summary(Summary(value=[Summary.Value(tag="eval/episodes", image=image)]), step)
+    logger.writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag="eval/episodes", image=image)]), step)
 
 
 # ==========================================================================================================
@@ -804,8 +812,8 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None]:
     if checkpoint is None and (logdir / "latest.pt").exists():
         raise UsageError(f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
     for name, saved in (checkpoint or {"args": {}})["args"].items():
-        if name not in RESUMABLE and getattr(args, name) != saved:
-            raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name)}.")
+        if name not in RESUMABLE and getattr(args, name, None) != saved:
+            raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name, None)}.")
     try:
         logdir.mkdir(parents=True, exist_ok=True)
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
@@ -834,7 +842,8 @@ def train(args: Args) -> dict[str, Any]:
     reach the weights. A signal ends the run early and cleanly; its number is then in the result as "signal".
     """
     validate(args)
-    args = replace(args, backend=resolve_backend(args.backend))  # a policy belongs to the emulator it was trained on
+    backend: Any = resolve_backend(args.backend)
+    args = replace(args, backend=backend)  # a policy belongs to the emulator that it was trained on
     if "fceumm" not in available_backends():
         print(f"FCEUmm would emulate about five times as fast: {INSTALL['fceumm']}; then add --backend fceumm.")
     logdir, checkpoint = open_run(args)
@@ -852,13 +861,13 @@ def train(args: Args) -> dict[str, Any]:
     agent = Agent(vec_env, args).to(device)
     networks = [flatten_parameters(network) for network in agent.networks(args)]
     optimizer = torch.optim.Adam(networks, lr=args.learning_rate, eps=1e-5, fused=True)  # detail 3
-    gradients_of, act = ppo_gradients, agent.get_action_and_value
+    gradients_of = ppo_gradients
     if args.compile and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         print("No C++ compiler was found, so --compile is off.")
     elif args.compile:
         torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
-        compiler = partial(torch.compile, fullgraph=True, dynamic=False, options={"cpp_wrapper": device.type == "cpu"})
-        gradients_of, act = compiler(ppo_gradients), compiler(agent.get_action_and_value)
+        options: dict[str, Any] = {"cpp_wrapper": device.type == "cpu"}
+        gradients_of = torch.compile(ppo_gradients, fullgraph=True, dynamic=False, options=options)
 
     # The rollout, time-major: row t holds what happened at step t in each environment. Pictures stay bytes.
     obs_shape = (num_steps, num_envs, *vec_env.single_observation_space.shape)
@@ -890,6 +899,10 @@ def train(args: Args) -> dict[str, Any]:
                 "agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "envs": vec_env.get_state(),
                 "episodes": [env_obs, episode_returns, episode_lengths]}  # fmt: skip
 
+    if args.track:
+        import wandb
+
+        wandb.init(project=SCRIPT, name=logdir.name, config=asdict(args), sync_tensorboard=True)
     logger = Logger(logdir, counters.global_step)
     if checkpoint is None:
         save_checkpoint(logdir / "latest.pt", state())  # from here on a killed run can be resumed
@@ -909,7 +922,7 @@ def train(args: Args) -> dict[str, Any]:
         for t in range(num_steps):
             obs[t] = next_obs
             with torch.no_grad():
-                actions[t], log_probs[t], _, values[t] = act(next_obs)
+                actions[t], log_probs[t], _, values[t] = agent.get_action_and_value(next_obs)
             env_actions = actions[t].cpu().numpy()
             before_step = time.perf_counter()
             env_obs, reward, terminated, truncated, infos = vec_env.step(env_actions)
@@ -1082,7 +1095,7 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     logdir = Path(play_args.logdir)
     name = play_args.checkpoint
     checkpoint = load_checkpoint(logdir / f"{name}.pt" if name in ("best", "latest") else Path(name))
-    args = replace(Args(**checkpoint["args"]), eval_episodes=1, num_envs=1, device="cpu")
+    args = replace(known_args(checkpoint["args"]), eval_episodes=1, num_envs=1, device="cpu")
     validate(args)
     vec_env = make_envs(args)
     agent = Agent(vec_env, args)
@@ -1138,7 +1151,7 @@ def parse_args(argv: list[str]) -> Args:
     args = tyro.cli(Args, args=argv, default=Args(**values), description=__doc__)
     if args.resume and args.logdir is not None:
         saved = load_latest(Path(args.logdir), "cpu")["args"]
-        args = tyro.cli(Args, args=argv, default=Args(**(saved | values)))
+        args = tyro.cli(Args, args=argv, default=known_args(saved | values))
     return args
 
 

@@ -407,7 +407,7 @@ def test_frames_stand_side_by_side_and_the_ended_episode_shows_its_last(tmp_path
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_mario_learns_to_get_further(backend: str, tmp_path: Path) -> None:
+def test_mario_learns_to_get_further(backend: Any, tmp_path: Path) -> None:
     require(backend)
     args = mario.Args(total_timesteps=20_480, eval_every=0, eval_episodes=2, capture_video=False, backend=backend)
     mario.train(mario.replace(args, logdir=str(tmp_path / "run")))

@@ -1,0 +1,153 @@
+"""Whole-loop throughput on Super Mario Bros: our script on each emulator beside SB3's PPO on the usual wrappers.
+
+    python -m benchmarks.mario_loop [--num-envs 16] [--num-steps 64] [--rounds 3]
+
+Emulating, inferring and learning are timed together, in environment steps (of four frames) per second. All loops have
+the same network (Nature CNN on four grey 64 x 64 pictures, 607 thousand weights), 7 actions, minibatches of 256 and
+4 epochs, and start from scratch, so that episodes are alike. SB3 plays gym-super-mario-bros through JoypadSpace, a
+frame skip of 4, grey, resize and VecFrameStack, one process an environment (SubprocVecEnv, forked). Version 7.4.0 of
+that package fails on NumPy 2, so two of its properties are replaced below. Each measurement is the second of two
+updates of a fresh run; the candidates take turns, round after round, and a ratio is the median over rounds of two
+figures of one round. torch uses one thread.
+"""
+
+import argparse
+import contextlib
+import io
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from PIL import Image
+
+import ppo_atari_mario as mario
+from benchmarks.common import (
+    interleave,
+    machine_info,
+    machine_line,
+    markdown_table,
+    median_ratio,
+    summary,
+    write_results,
+)
+from envs.mario import available_backends
+
+REFERENCE = "SB3, usual wrappers (nes_py, float32)"
+MINIBATCH_SIZE, EPOCHS = 256, 4
+
+
+def ours(num_envs: int, num_steps: int, **options: Any) -> tuple[float, dict[str, float]]:
+    """Steps per second of the second update of a fresh run, and the shares of its time."""
+    batch_size = num_envs * num_steps
+    with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()):
+        args = mario.Args(
+            logdir=f"{scratch}/run", num_envs=num_envs, num_steps=num_steps, total_timesteps=2 * batch_size,
+            num_minibatches=batch_size // MINIBATCH_SIZE, update_epochs=EPOCHS, noop_max=0,
+            sticky_action_probability=0.0, stuck_steps=0, max_episode_steps=400, eval_every=0, eval_episodes=1,
+            save_every=0, capture_video=False, **options,
+        )  # fmt: skip
+        mario.train(args)
+        timing = mario.read_csv(Path(args.logdir or "") / "timing.csv")
+    return timing["time/sps"][-1], {name: float(timing[f"time/{name}"][-1]) for name in ("env_share", "update_share")}
+
+
+class UsualMario(gym.Env):
+    """World 1-1 through gym-super-mario-bros 7.4.0, as most Mario projects stack it: (64, 64, 1) uint8."""
+
+    observation_space = gym.spaces.Box(0, 255, (64, 64, 1), np.uint8)
+    action_space = gym.spaces.Discrete(7)
+
+    def __init__(self) -> None:
+        from gym_super_mario_bros.actions import SIMPLE_MOVEMENT
+        from gym_super_mario_bros.smb_env import SuperMarioBrosEnv
+        from nes_py._rom import ROM
+        from nes_py.wrappers import JoypadSpace
+
+        # uint8 arithmetic that NumPy 2 refuses
+        ROM.header = property(lambda rom: rom.raw_data[:16].astype(int))
+        SuperMarioBrosEnv._x_position = property(lambda game: int(game.ram[0x6D]) * 256 + int(game.ram[0x86]))
+        self.game = JoypadSpace(SuperMarioBrosEnv(target=(1, 1)), SIMPLE_MOVEMENT)
+
+    def observe(self, screen: np.ndarray) -> np.ndarray:
+        grey = Image.fromarray(np.ascontiguousarray(screen)).convert("L")
+        return np.asarray(grey.resize((64, 64), Image.Resampling.BOX))[:, :, None]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        return self.observe(self.game.reset()), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        total = 0.0
+        for _ in range(4):
+            screen, reward, done, info = self.game.step(int(action))
+            total += reward
+            if done:
+                break
+        return self.observe(screen), total / 10, done, False, {"flag_get": info["flag_get"]}
+
+
+def sb3(num_envs: int, num_steps: int) -> tuple[float, dict[str, float]]:
+    """Steps per second of the second update of a fresh run of SB3's PPO with our defaults."""
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.vec_env import SubprocVecEnv, VecFrameStack
+
+    defaults = mario.Args()
+    vec_env = VecFrameStack(SubprocVecEnv([UsualMario] * num_envs, start_method="fork"), 4)
+    model = PPO(
+        "CnnPolicy", vec_env, n_steps=num_steps, batch_size=MINIBATCH_SIZE, n_epochs=EPOCHS, gamma=defaults.gamma,
+        learning_rate=defaults.learning_rate, gae_lambda=defaults.gae_lambda, ent_coef=defaults.ent_coef,
+        clip_range=defaults.clip_coef, vf_coef=defaults.vf_coef, seed=1, device="cpu",
+    )  # fmt: skip
+    weights = sum(p.numel() for p in model.policy.parameters())
+    assert weights == 606_888, f"the networks differ: SB3's has {weights:,} weights"
+    model.learn(num_envs * num_steps)
+    start = time.perf_counter()
+    model.learn(num_envs * num_steps, reset_num_timesteps=False)
+    seconds = time.perf_counter() - start
+    vec_env.close()
+    return num_envs * num_steps / seconds, {}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-envs", type=int, default=16)
+    parser.add_argument("--num-steps", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+
+    sizes = (options.num_envs, options.num_steps)
+    loops: dict[str, Callable[[], tuple[float, dict[str, float]]]] = {}
+    for backend in available_backends():
+        loops[f"ours, {backend}"] = partial(ours, *sizes, backend=backend)
+    loops["ours, nes_py, float32"] = partial(ours, *sizes, backend="nes_py", amp=False)
+    loops[REFERENCE] = partial(sb3, *sizes)
+    shares: dict[str, dict[str, float]] = {}
+
+    def measure(name: str) -> float:
+        figure, shares[name] = loops[name]()
+        return figure
+
+    info = machine_info(["torch", "numpy", "nes-py", "stable-retro", "stable-baselines3"])
+    figures = interleave({name: partial(measure, name) for name in loops}, options.rounds)
+    rows, data = [], {}
+    for name, values in figures.items():
+        ratio = median_ratio(values, figures[REFERENCE])
+        data[name] = {"steps_per_second": values, "ratio_to_sb3": ratio, "shares_of_last": shares[name]}
+        middle = summary(values)
+        rows.append([name, f"{middle['median']:,.0f}", f"{middle['min']:,.0f} - {middle['max']:,.0f}", f"{ratio:.2f}",
+                     *(f"{share:.0%}" for share in shares[name].values())])  # fmt: skip
+    header = ["loop", "steps/s", "range", "x SB3", "emulation", "update"]
+    markdown = "# Super Mario Bros: the whole loop\n\n" + markdown_table(header, rows)
+    markdown += f"\n{options.num_envs} environments x {options.num_steps} steps, {options.rounds} rounds.\n"
+    write_results("mario_loop", {"machine": info, "sizes": sizes, "loops": data}, markdown + machine_line(info))
+
+
+if __name__ == "__main__":
+    main()
