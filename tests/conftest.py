@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import re
 import sys
 from collections.abc import Callable
@@ -145,6 +146,20 @@ def tiny_args(script: ModuleType, logdir: Path, **values: Any) -> Any:
         "save_every": 0, "compile": False, "hidden_sizes": (8, 8), "num_workers": 1,
     }  # fmt: skip
     return script.Args(**(tiny | values))
+
+
+@pytest.fixture
+def run_tiny(continuous: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+    """Train with `tiny_args`, each time in a new folder (or `logdir`); curves.png, nine tenths of the time of so
+    short a run, is not drawn (test_a_run_leaves_the_files_it_promises draws it)."""
+    monkeypatch.setattr(continuous, "plot_curves", lambda logdir: None)
+    number = itertools.count()
+
+    def run(**values: Any) -> dict[str, Any]:
+        logdir = Path(values.pop("logdir", tmp_path / f"run{next(number)}"))
+        return continuous.train(tiny_args(continuous, logdir, **values))
+
+    return run
 
 
 def weights(logdir: Path | str, checkpoint: str = "latest.pt") -> dict[str, torch.Tensor]:

@@ -12,6 +12,8 @@ from gymnasium import spaces
 class SmallEnv(gymnasium.Env):
     """Box observations and actions, and all state in `self.state` and the generator, so that it can be saved."""
 
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 20}
+
     def __init__(self, obs_dim: int, action_dim: int = 1, render_mode: str | None = None) -> None:
         self.observation_space = spaces.Box(-np.inf, np.inf, (obs_dim,), np.float32)
         self.action_space = spaces.Box(-1.0, 1.0, (action_dim,), np.float32)
@@ -20,6 +22,12 @@ class SmallEnv(gymnasium.Env):
 
     def observe(self) -> np.ndarray:
         return self.state.astype(np.float32)
+
+    def render(self) -> np.ndarray | None:
+        """A picture (16, 16, 3) uint8 in which the state is a level of grey; no graphics library is needed."""
+        if self.render_mode is None:
+            return None
+        return np.full((16, 16, 3), int(abs(self.state[0]) * 25) % 256, dtype=np.uint8)
 
     def get_state(self) -> dict[str, Any]:
         return {"state": self.state.copy(), "rng": self.np_random.bit_generator.state}

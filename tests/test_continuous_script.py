@@ -1,0 +1,769 @@
+"""ppo_continuous_mujoco.py as its users meet it: command line, training loop, evaluation, playing; and what the loop
+hands to the mathematics, watched from outside on environments of known values."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import json
+import math
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import PIL.Image
+import pytest
+import torch
+from gymnasium.vector import VectorWrapper
+
+from tests.conftest import ROOT, assert_same, tiny_args, weights
+from tests.known_values import known_value
+
+Run = Callable[..., dict[str, Any]]
+Main = Callable[..., tuple[int, str, str]]
+PLAIN = {"norm_obs": False, "norm_reward": False, "norm_adv": False}  # what the environment says is what PPO sees
+
+
+def columns(logdir: Path | str, file: str = "progress.csv") -> dict[str, list[float]]:
+    with open(Path(logdir) / file) as stream:
+        rows = list(csv.DictReader(stream))
+    return {name: [float(row[name]) for row in rows] for name in rows[0]}
+
+
+def spy(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[tuple[tuple[Any, ...], Any]]:
+    """(arguments, result) of every call of a function of the script, which goes on to work as before."""
+    calls: list[tuple[tuple[Any, ...], Any]] = []
+    original = getattr(module, name)
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        # The loop reuses its rollout tensors and clips gradients in place, so what passes by is copied.
+        copies = copied(args)
+        result = original(*args, **kwargs)
+        calls.append((copies, copied(result)))
+        return result
+
+    def copied(x: Any) -> Any:
+        if isinstance(x, tuple | list):
+            return type(x)(copied(y) for y in x)
+        return x.detach().clone() if isinstance(x, torch.Tensor) else x
+
+    monkeypatch.setattr(module, name, recorded)
+    return calls
+
+
+# ---- command line ---------------------------------------------------------------------------------------------------
+
+
+def test_help_lists_every_flag_and_what_it_means(continuous: ModuleType, run_main: Main) -> None:
+    code, out, _ = run_main("--help")
+    assert code == 0
+    text = re.sub(r"[\s│]+", " ", out)
+    for field in dataclasses.fields(continuous.Args):
+        assert f"--{field.name.replace('_', '-')}" in text, field.name
+    source = Path(str(continuous.__file__)).read_text()
+    body = source[source.index("class Args:") : source.index("def batch_size")]
+    descriptions = re.findall(r'^    """(.+)"""$', body, re.MULTILINE)
+    assert len(descriptions) == len(dataclasses.fields(continuous.Args))
+    for description in descriptions:
+        assert re.sub(r"\s+", " ", description)[:40] in text, description
+
+
+def test_help_of_play(continuous: ModuleType, run_main: Main) -> None:
+    code, out, _ = run_main("play", "--help")
+    assert code == 0
+    for field in dataclasses.fields(continuous.PlayArgs):
+        assert f"--{field.name.replace('_', '-')}" in out, field.name
+
+
+def test_presets_are_runs_that_can_start(continuous: ModuleType) -> None:
+    for name, values in continuous.PRESETS.items():
+        args = continuous.parse_args(["--configs", name])
+        continuous.validate(args)
+        for key, value in values.items():
+            assert getattr(args, key) == value, (name, key)
+
+
+def test_presets_layer_from_left_to_right_and_flags_win(continuous: ModuleType) -> None:
+    fast, debug = continuous.PRESETS["fast"], continuous.PRESETS["debug"]
+    assert {"num_minibatches", "total_timesteps"} <= fast.keys() & debug.keys()
+    args = continuous.parse_args(["--configs", "fast", "debug", "explore", "--num-minibatches", "2", "--seed", "9"])
+    assert args.num_minibatches == 2
+    assert args.seed == 9
+    assert args.total_timesteps == debug["total_timesteps"]
+    assert args.ent_coef == continuous.PRESETS["explore"]["ent_coef"]
+    args = continuous.parse_args(["--configs", "debug", "fast"])
+    assert args.total_timesteps == fast["total_timesteps"]
+    assert args.update_epochs == debug["update_epochs"]
+
+
+def test_an_unknown_preset_names_the_closest(run_main: Main) -> None:
+    code, _, err = run_main("--configs", "exlpore")
+    assert code == 2
+    assert "did you mean explore?" in err
+    assert "exlpore" in err
+
+
+WRONG = {
+    "--total-timesteps 100": "2048",
+    "--num-envs 0": "--num-envs must be at least 1, not 0",
+    "--num-steps -3": "--num-steps must be at least 1, not -3",
+    "--num-minibatches 7": "--num-minibatches 7 does not divide the batch of 2048",
+    "--num-minibatches 2048": "2048",
+    "--update-epochs 0": "--update-epochs",
+    "--eval-episodes 0": "--eval-episodes",
+    "--torch-threads 0": "--torch-threads",
+    "--num-workers 0": "--num-workers",
+    "--learning-rate 0": "--learning-rate must be positive",
+    "--learning-rate nan": "--learning-rate",
+    "--critic-learning-rate -1": "--critic-learning-rate",
+    "--clip-coef 0": "--clip-coef",
+    "--max-grad-norm 0": "--max-grad-norm",
+    "--target-kl -0.1": "--target-kl",
+    "--eval-every -1": "--eval-every",
+    "--save-every -1": "--save-every",
+    "--ent-coef -0.1": "--ent-coef",
+    "--vf-coef -1": "--vf-coef",
+    "--seed -1": "--seed",
+    "--gamma 1.5": "--gamma must be in [0, 1], not 1.5",
+    "--gamma 1": "--average-reward",
+    "--gae-lambda -0.1": "--gae-lambda",
+    "--reset-steps 0": "--reset-steps must be at least 1, not 0",
+    "--average-reward": "--no-norm-reward",
+    "--time-scaled-reward": "--no-norm-reward",
+    "--env-id HalfCheeta-v5": "did you mean HalfCheetah-v5?",
+    "--env-id TwoQueue-v0 --vec-env batch": "subproc",
+    "--env-id CartPole-v1": "Box",
+    "--device cuda:99": "--device cuda:99 is not available",
+    "--device mps": "--device mps",
+    "--resume": "--logdir",
+    "--resume --logdir /nonexistent/run": "/nonexistent/run",
+    "--logdir /proc/nothing": "/proc/nothing",
+    "--hidden-sizes 0": "--hidden-sizes",
+    "--clip-obs 0": "--clip-obs",
+    "--clip-reward -1": "--clip-reward",
+    "--average-reward-rate 2 --average-reward --no-norm-reward": "--average-reward-rate",
+    "--num-envs many": "--num-envs",
+    "--no-such-flag": "no-such-flag",
+    "--lr-decay cubic": "--lr-decay",
+}
+
+
+@pytest.mark.parametrize("flags", WRONG)
+def test_a_wrong_value_is_refused_in_one_sentence(
+    continuous: ModuleType, run_main: Main, flags: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_late(*args: Any) -> None:
+        raise AssertionError("training has begun")
+
+    monkeypatch.setattr(continuous, "compute_gae", too_late)
+    monkeypatch.chdir(tmp_path)
+    code, out, err = run_main(*flags.split())
+    message = re.sub(r"[\s│╭╮╰╯─]+", " ", err)
+    assert code == 2
+    assert WRONG[flags] in message
+    assert "Traceback" not in out + err
+    if err.startswith("error:"):  # ours; the last three are refused by tyro, in a box
+        assert err.count("\n") == 1
+        assert len(err) < 330
+    assert not out
+    assert not list(tmp_path.glob("runs/*/latest.pt"))
+
+
+def test_the_process_exits_with_2_and_no_traceback(continuous: ModuleType, tmp_path: Path) -> None:
+    command = [sys.executable, str(continuous.__file__), "--num-minibatches", "7"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
+    assert result.returncode == 2
+    assert "--num-minibatches 7 does not divide the batch of 2048 (num_envs 16 x num_steps 128)" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_explain_prints_the_sizes_and_leaves_nothing(
+    run_main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    flags = "--env-id Target-v0 --vec-env sync --configs debug --no-compile --explain --total-timesteps 10240"
+    code, out, _ = run_main(*flags.split())
+    assert code == 0
+    assert "40 updates of 256 transitions (4 environments x 64 steps)" in out
+    assert "2 epochs x 4 minibatches of 64" in out
+    assert re.search(r"[\d,]+ steps/s in a probe: about \d+\.\d minutes", out)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- a run and what it leaves ---------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_the_files_it_promises(
+    continuous: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under its own name, so that a copy's runs are told apart; with finite numbers under the promised names."""
+    monkeypatch.chdir(tmp_path)
+    result = continuous.train(
+        dataclasses.replace(tiny_args(continuous, tmp_path, eval_every=64, save_every=64), logdir=None, seed=3)
+    )
+    (logdir,) = Path("runs").glob("TwoQueue-v0__*")
+    stem = Path(str(continuous.__file__)).stem
+    assert re.fullmatch(rf"TwoQueue-v0__{stem}__3__\d{{8}}-\d{{6}}", logdir.name)
+    assert result["logdir"] == str(logdir)
+    for name in ("config.json", "progress.csv", "timing.csv", "eval.csv", "best.pt", "latest.pt", "latest.prev.pt"):
+        assert (logdir / name).stat().st_size > 0, name
+    assert list(logdir.glob("events.out.tfevents.*"))
+    with PIL.Image.open(logdir / "curves.png") as image:
+        assert image.width > 500
+        assert len(image.convert("L").getcolors() or []) > 10  # something is drawn
+    config = json.loads((logdir / "config.json").read_text())
+    assert config["args"]["seed"] == 3
+    assert config["versions"]["torch"] == torch.__version__
+
+    progress, timing, evaluation = columns(logdir), columns(logdir, "timing.csv"), columns(logdir, "eval.csv")
+    assert progress["global_step"] == timing["global_step"] == [64, 128, 192]
+    for name in (
+        "train/policy_loss", "train/value_loss", "train/entropy", "train/approx_kl", "train/old_approx_kl",
+        "train/clip_fraction", "train/explained_variance", "train/value_abs_error", "train/grad_norm",
+        "train/learning_rate", "train/update_epochs_done", "rollout/episodic_return", "rollout/episodic_length",
+        "rollout/LTA_return", "rollout/resets", "rollout/mean_reward", "counters/train_steps", "counters/rollouts",
+        "counters/minibatch_updates",
+    ):  # fmt: skip
+        assert np.isfinite(progress[name]).all(), name
+    assert progress["counters/train_steps"] == [16, 32, 48]
+    assert progress["counters/rollouts"] == [1, 2, 3]
+    assert progress["counters/minibatch_updates"] == [4, 8, 12]  # 2 epochs of 2 minibatches
+    assert progress["train/update_epochs_done"] == [2, 2, 2]
+    assert np.isfinite(evaluation["eval/mean_return"]).all()
+    assert evaluation["global_step"] == [64, 128, 192]
+    shares = [timing[f"time/{name}_share"] for name in ("env", "inference", "update")]
+    assert np.allclose(np.sum(shares, axis=0), 1)
+    assert (np.array(shares) > 0).all()
+    out = capsys.readouterr().out
+    assert "3 updates of 64 transitions (4 environments x 16 steps), 2 epochs x 2 minibatches of 32" in out
+    assert str(logdir) in out
+
+
+def test_there_are_exactly_num_updates_and_the_learning_rate_falls_from_1_to_1_over_n(run_tiny: Run) -> None:
+    """200 steps asked for, batches of 64: three updates (192), at 1, 2/3 and 1/3 of the learning rate."""
+    linear = columns(run_tiny(total_timesteps=200, learning_rate=0.003)["logdir"])
+    assert linear["global_step"] == [64, 128, 192]
+    np.testing.assert_allclose(linear["train/learning_rate"], [0.003, 0.002, 0.001])
+    constant = columns(run_tiny(total_timesteps=200, learning_rate=0.003, anneal_lr=False)["logdir"])
+    np.testing.assert_allclose(constant["train/learning_rate"], [0.003] * 3)
+    falling = columns(run_tiny(total_timesteps=200, learning_rate=0.003, lr_decay="exponential")["logdir"])
+    np.testing.assert_allclose(falling["train/learning_rate"], [0.003 * 0.01 ** (u / 3) for u in range(3)])
+
+
+def test_rollouts_of_32_steps_with_resets_every_512_give_one_reset_in_16_rollouts(run_tiny: Run) -> None:
+    result = run_tiny(num_envs=2, num_steps=32, reset_steps=512, total_timesteps=2 * 32 * 33, vec_env="sync")
+    resets = columns(result["logdir"])["rollout/resets"]
+    assert resets == [2 * (rollout // 16) for rollout in range(1, 34)]
+
+
+def test_returns_are_the_tasks_own_whatever_the_normalisers_do(run_tiny: Run) -> None:
+    """In KnownValues-v0 each step earns 1: return equals length, and the long-term average is 1."""
+    result = run_tiny(env_id="KnownValues-v0", vec_env="sync", reset_steps=5, norm_reward=True, norm_obs=True)
+    progress = columns(result["logdir"])
+    assert progress["rollout/episodic_return"] == progress["rollout/episodic_length"]
+    assert set(progress["rollout/LTA_return"]) == {1.0}
+    assert set(progress["rollout/mean_reward"]) == {1.0}
+    assert all(1 < length < 5 for length in progress["rollout/episodic_length"])
+    assert 1 <= result["mean_return"] <= 5
+    evaluation = columns(result["logdir"], "eval.csv")
+    assert evaluation["eval/mean_return"] == evaluation["eval/mean_length"]
+
+
+@pytest.mark.parametrize(("every", "expected"), [(0, [192]), (100, [128, 192]), (64, [64, 128, 192])])
+def test_evaluations_come_at_the_next_crossing_and_at_the_end(run_tiny: Run, every: int, expected: list[float]) -> None:
+    assert columns(run_tiny(eval_every=every)["logdir"], "eval.csv")["global_step"] == expected
+
+
+def test_the_best_checkpoint_is_of_the_best_evaluation(run_tiny: Run) -> None:
+    result = run_tiny(env_id="Target-v0", vec_env="sync", eval_every=64, learning_rate=0.01, total_timesteps=640)
+    evaluation = columns(result["logdir"], "eval.csv")
+    assert result["best_return"] == max(evaluation["eval/mean_return"])
+    best = torch.load(Path(result["logdir"]) / "best.pt", weights_only=True)["counters"]
+    assert best["best_return"] == result["best_return"]
+    where = evaluation["eval/mean_return"].index(result["best_return"])
+    assert best["global_step"] == evaluation["global_step"][where]
+
+
+# ---- what the loop hands to the mathematics -------------------------------------------------------------------------
+
+
+def exact_critic(continuous: ModuleType, monkeypatch: pytest.MonkeyPatch, gamma: float) -> None:
+    """Give the agent the exact values of KnownValues-v0 (and keep its own network in the graph)."""
+    original = continuous.Agent.get_value
+
+    def get_value(self: Any, obs: torch.Tensor) -> torch.Tensor:
+        return known_value(obs[:, 0].double(), gamma).float() + 0 * original(self, obs)
+
+    monkeypatch.setattr(continuous.Agent, "get_value", get_value)
+
+
+@pytest.mark.parametrize("vec_env", ["sync", "subproc"])
+def test_an_exact_critic_gives_zero_advantages_in_the_training_loop(
+    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch, vec_env: str
+) -> None:
+    """Across terminations, time limits, both at once, and the ends of rollouts: final observations are looked up, not
+    those after the reset, and terminations are not bootstrapped."""
+    exact_critic(continuous, monkeypatch, gamma=0.9)
+    calls = spy(monkeypatch, continuous, "compute_gae")
+    run_tiny(env_id="KnownValues-v0", vec_env=vec_env, reset_steps=5, gamma=0.9, **PLAIN)
+    assert len(calls) == 3
+    ends: Counter[tuple[bool, bool]] = Counter()
+    for (rewards, _, _, terminations, truncations, gamma, gae_lambda), (advantages, _) in calls:
+        assert (gamma, gae_lambda) == (0.9, 0.95)
+        assert torch.equal(rewards, torch.ones(16, 4))
+        torch.testing.assert_close(advantages, torch.zeros(16, 4), rtol=0, atol=1e-5)
+        ends.update(zip(terminations.flatten().tolist(), truncations.flatten().tolist(), strict=True))
+    assert min(ends[True, False], ends[False, True], ends[True, True], ends[False, False]) > 0
+
+
+def test_every_transition_is_used_once_an_epoch_in_a_fresh_order(
+    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Target-v0 shows a new random number every step, so that an observation identifies its transition."""
+    calls = spy(monkeypatch, continuous, "ppo_gradients")
+    run_tiny(env_id="Target-v0", vec_env="sync", num_minibatches=4, update_epochs=3, total_timesteps=64, **PLAIN)
+    epochs = [[tuple(x.flatten().tolist()) for (_, (x, *_), _), _ in calls[i : i + 4]] for i in range(0, 12, 4)]
+    assert len(calls) == 12
+    for epoch in epochs:
+        assert [len(minibatch) for minibatch in epoch] == [16] * 4
+    everything = [sorted(x for minibatch in epoch for x in minibatch) for epoch in epochs]
+    assert len(set(everything[0])) == 64
+    assert everything[0] == everything[1] == everything[2]
+    assert epochs[0] != epochs[1] != epochs[2]
+
+
+def test_rows_of_a_minibatch_belong_together_and_start_at_ratio_1(
+    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each update's first minibatch the stored log-probabilities and values are the agent's own, so the KL is 0."""
+    original, first = continuous.ppo_gradients, []
+
+    def recorded(agent: Any, minibatch: Any, args: Any) -> Any:
+        if recorded.calls % 4 == 0:  # type: ignore[attr-defined]
+            obs, actions, log_probs, values, advantages, returns = minibatch
+            with torch.no_grad():
+                _, own_log_probs, _, own_values = agent.get_action_and_value(obs, actions)
+            first.append((log_probs - own_log_probs, values - own_values, returns - advantages - values))
+            metrics = continuous.ppo_loss(agent, *minibatch, args=args)[1]
+            assert float(metrics["approx_kl"]) == pytest.approx(0, abs=1e-6)
+            assert float(metrics["clip_fraction"]) == 0
+        recorded.calls += 1  # type: ignore[attr-defined]
+        return original(agent, minibatch, args)
+
+    recorded.calls = 0  # type: ignore[attr-defined]
+    monkeypatch.setattr(continuous, "ppo_gradients", recorded)
+    run_tiny(env_id="Target-v0", vec_env="sync", learning_rate=0.02, **PLAIN)
+    assert len(first) == 3
+    for differences in first:
+        for difference in differences:
+            torch.testing.assert_close(difference, torch.zeros(32), rtol=0, atol=1e-5)
+
+
+class Recorder(VectorWrapper):
+    """Keeps the actions that the environments got, and what they answered."""
+
+    def __init__(self, env: Any, log: dict[str, list[np.ndarray]]) -> None:
+        super().__init__(env)
+        self.log = log
+
+    def get_attr(self, name: str) -> Any:
+        return self.env.get_attr(name)
+
+    def step(self, actions: Any) -> Any:
+        result = self.env.step(actions)
+        self.log["actions"].append(np.array(actions))
+        self.log["rewards"].append(np.array(result[1]))
+        return result
+
+
+def test_environments_get_clipped_actions_and_the_loss_the_sampled_ones(
+    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log: dict[str, list[np.ndarray]] = {"actions": [], "rewards": []}
+    make_envs = continuous.make_envs
+
+    def recorded_envs(args: Any, training: bool = True, render_mode: str | None = None) -> Any:
+        vec_env = make_envs(args, training, render_mode)
+        return Recorder(vec_env, log) if training else vec_env
+
+    monkeypatch.setattr(continuous, "make_envs", recorded_envs)
+    calls = spy(monkeypatch, continuous, "ppo_gradients")
+    gae_calls = spy(monkeypatch, continuous, "compute_gae")
+    run_tiny(
+        env_id="Target-v0", vec_env="sync", log_std_init=0.5, total_timesteps=64, num_minibatches=1, update_epochs=1,
+        save_every=0, **PLAIN,
+    )  # fmt: skip
+    (((_, (_, sampled, *_), _), _),) = calls
+    given = np.array(log["actions"]).reshape(64, 1)
+    assert np.abs(given).max() == 1.0
+    assert sampled.abs().max() > 1.5
+    np.testing.assert_array_equal(np.sort(given[:, 0]), np.sort(np.clip(sampled.numpy()[:, 0], -1, 1)))
+    (((rewards, *_), _),) = gae_calls
+    np.testing.assert_array_equal(rewards.numpy(), np.array(log["rewards"], dtype=np.float32))
+
+
+def test_rewards_divided_by_time(continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reward 1 a step becomes 1, 1/2, 1/3, ... from the start of each episode; reported returns stay the task's."""
+    calls = spy(monkeypatch, continuous, "compute_gae")
+    result = run_tiny(env_id="KnownValues-v0", vec_env="sync", reset_steps=5, time_scaled_reward=True, **PLAIN)
+    step_in_episode = np.zeros(4)
+    for (rewards, _, _, terminations, truncations, *_), _ in calls:
+        for t in range(16):
+            step_in_episode += 1
+            np.testing.assert_allclose(rewards[t].numpy(), 1 / step_in_episode, rtol=1e-6)
+            step_in_episode[(terminations | truncations)[t].numpy()] = 0
+    progress = columns(result["logdir"])
+    assert progress["rollout/episodic_return"] == progress["rollout/episodic_length"]
+
+
+def test_average_reward_mode_subtracts_a_running_average_and_does_not_discount(
+    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """rho starts at the first rollout's mean reward, then moves a tenth of the way to each new one."""
+    calls = spy(monkeypatch, continuous, "compute_gae")
+    result = run_tiny(average_reward=True, norm_reward=False, total_timesteps=320, vec_env="sync", reset_steps=None)
+    progress = columns(result["logdir"])
+    rho = progress["rollout/mean_reward"][0]
+    for i, ((targets, _, _, _, _, gamma, _), _) in enumerate(calls):
+        rho += 0.1 * (progress["rollout/mean_reward"][i] - rho)
+        assert gamma == 1.0
+        assert progress["train/average_reward"][i] == pytest.approx(rho, rel=1e-5)
+        assert float(targets.mean()) == pytest.approx(progress["rollout/mean_reward"][i] - rho, abs=1e-4)
+    assert len(calls) == 5
+    assert rho < -0.5
+
+
+@pytest.mark.parametrize("scope", ["batch", "per_env"])
+def test_advantages_are_normalized_over_the_scope(
+    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch, scope: str
+) -> None:
+    """The minibatches' advantages are together those of the batch, normalised once, and not again in the loss."""
+    gae_calls = spy(monkeypatch, continuous, "compute_gae")
+    calls = spy(monkeypatch, continuous, "ppo_gradients")
+    run_tiny(env_id="Target-v0", vec_env="sync", norm_adv_scope=scope, update_epochs=1, total_timesteps=64)
+    ((_, (raw, _)),) = gae_calls
+    dims = (0, 1) if scope == "batch" else (0,)
+    expected = (raw - raw.mean(dims, keepdim=True)) / (raw.std(dims, keepdim=True) + 1e-8)
+    given = torch.cat([minibatch[4] for (_, minibatch, _), _ in calls])
+    torch.testing.assert_close(given.sort()[0], expected.flatten().sort()[0])
+
+
+# ---- the update -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def steps_taken(monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[float, torch.Tensor]]]:
+    """(learning rate, gradient) of each parameter group at every step of Adam."""
+    record: list[list[tuple[float, torch.Tensor]]] = []
+    original = torch.optim.Adam
+
+    class Adam(original):  # type: ignore[misc, valid-type]
+        def step(self, closure: Any = None) -> Any:
+            groups = [(g["lr"], torch.cat([p.grad.reshape(-1) for p in g["params"]])) for g in self.param_groups]
+            record.append([(float(lr), gradient.clone()) for lr, gradient in groups])
+            return super().step(closure)
+
+    monkeypatch.setattr(torch.optim, "Adam", Adam)
+    return record
+
+
+def test_gradients_are_clipped_to_their_joint_norm(
+    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch, steps_taken: Any
+) -> None:
+    """g becomes g * max / |g| where |g| > max, and the logged norm is that before clipping."""
+    calls = spy(monkeypatch, continuous, "ppo_gradients")
+    result = run_tiny(vec_env="sync", norm_reward=False, max_grad_norm=0.5, total_timesteps=64)
+    assert len(steps_taken) == len(calls) == 4
+    norms = []  # before clipping
+    for groups, (_, (gradients, _)) in zip(steps_taken, calls, strict=True):
+        applied = torch.cat([gradient for _, gradient in groups])
+        assert float(applied.norm()) == pytest.approx(0.5, rel=1e-4)
+        raw = torch.cat(gradients)
+        torch.testing.assert_close(applied / applied.norm(), raw / raw.norm(), rtol=1e-4, atol=1e-6)
+        norms.append(float(raw.norm()))
+    assert min(norms) > 1
+    assert columns(result["logdir"])["train/grad_norm"] == pytest.approx([np.mean(norms)], rel=1e-4)
+
+
+def test_small_gradients_are_not_scaled_up_and_none_means_no_clipping(run_tiny: Run, steps_taken: Any) -> None:
+    unclipped = run_tiny(vec_env="sync", norm_reward=False, max_grad_norm=None, total_timesteps=64)
+    norms = [float(torch.cat([g for _, g in groups]).norm()) for groups in steps_taken]
+    assert columns(unclipped["logdir"])["train/grad_norm"][0] == pytest.approx(np.mean(norms), rel=1e-4)
+    assert min(norms) > 1
+    generous = run_tiny(vec_env="sync", norm_reward=False, max_grad_norm=1e6, total_timesteps=64)
+    assert_same(weights(generous["logdir"]), weights(unclipped["logdir"]))
+
+
+def test_separate_optimizers_clip_and_step_each_network_on_its_own(run_tiny: Run, steps_taken: Any) -> None:
+    """A joint norm of 0.5 is used up by the critic's large error; separate ones leave the actor its own 0.5."""
+    settings = {"vec_env": "sync", "norm_reward": False, "max_grad_norm": 1e-3, "total_timesteps": 64}
+    run_tiny(optimizer="separate", learning_rate=1e-3, critic_learning_rate=5e-3, **settings)
+    for groups in steps_taken:
+        assert [lr for lr, _ in groups] == [1e-3, 5e-3]
+        assert [float(gradient.norm()) for _, gradient in groups] == pytest.approx([1e-3, 1e-3], rel=1e-3)
+    steps_taken.clear()
+    run_tiny(optimizer="shared", **settings)
+    for groups in steps_taken:
+        assert float(torch.cat([gradient for _, gradient in groups]).norm()) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_the_kl_limit_ends_an_update_before_the_step_that_would_break_it(run_tiny: Run, steps_taken: Any) -> None:
+    settings = {"env_id": "Target-v0", "vec_env": "sync", "learning_rate": 0.03, "update_epochs": 8}
+    stopped = run_tiny(target_kl=0.02, **settings)
+    progress = columns(stopped["logdir"])
+    assert len(steps_taken) == stopped["minibatch_updates"] < 3 * 8 * 2
+    assert progress["counters/minibatch_updates"][-1] == len(steps_taken)
+    assert min(progress["train/update_epochs_done"]) < 8
+    assert max(progress["train/approx_kl"]) <= 0.02  # of the steps that were taken
+    steps_taken.clear()
+    free, generous = run_tiny(**settings), run_tiny(target_kl=1e9, **settings)
+    assert len(steps_taken) == 2 * 3 * 8 * 2
+    assert_same(weights(free["logdir"]), weights(generous["logdir"]))
+    assert max(columns(free["logdir"])["train/approx_kl"]) > 0.02
+
+
+# ---- equal seeds, equal runs ----------------------------------------------------------------------------------------
+
+
+def test_equal_seeds_give_equal_runs_and_different_ones_do_not(run_tiny: Run) -> None:
+    """Whatever the number of workers, and however often it is evaluated and saved on the way."""
+    first, again, other = run_tiny(), run_tiny(num_workers=2, eval_every=64, save_every=64), run_tiny(seed=2)
+    assert_same(weights(again["logdir"]), weights(first["logdir"]))
+    progress = [(Path(result["logdir"]) / "progress.csv").read_bytes() for result in (first, again, other)]
+    assert progress[0] == progress[1] != progress[2]
+    assert not torch.equal(
+        weights(other["logdir"])["actor_mean.0.weight"], weights(first["logdir"])["actor_mean.0.weight"]
+    )
+
+
+def test_vector_environments_agree_bit_for_bit_on_the_queues(run_tiny: Run) -> None:
+    results = [run_tiny(vec_env=kind) for kind in ("sync", "async", "subproc")]
+    for result in results:
+        assert all(torch.isfinite(tensor).all() for tensor in weights(result["logdir"]).values())
+        assert_same(weights(result["logdir"]), weights(results[0]["logdir"]))
+
+
+@pytest.mark.parametrize("env_id", ["InvertedPendulum-v5", "Hopper-v5"])
+def test_batched_robots_and_those_of_gymnasium_agree_bit_for_bit(
+    run_tiny: Run, env_id: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # MuJoCo may write its log
+    settings = {"env_id": env_id, "reset_steps": 12}
+    runs = [
+        run_tiny(vec_env=kind, num_workers=workers, **settings)
+        for kind, workers in (("sync", 1), ("batch", 1), ("batch", 2), ("subproc", 2))
+    ]
+    expected = weights(runs[0]["logdir"])
+    assert all(torch.isfinite(tensor).all() for tensor in expected.values())
+    for run in runs[1:]:
+        assert_same(weights(run["logdir"]), expected)
+        assert run["mean_return"] == runs[0]["mean_return"]
+
+
+def test_an_environment_that_cannot_be_saved_can_be_trained(run_tiny: Run) -> None:
+    result = run_tiny(env_id="Pendulum-v1", vec_env="subproc", reset_steps=None)
+    assert math.isfinite(result["mean_return"])
+    assert result["global_step"] == 192
+
+
+# ---- evaluation and playing -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(continuous: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a short finished run of KnownValues-v0."""
+    logdir = tmp_path_factory.mktemp("finished") / "run"
+    values = {"env_id": "KnownValues-v0", "vec_env": "sync", "reset_steps": 5, "eval_every": 64, "eval_episodes": 4}
+    continuous.train(tiny_args(continuous, logdir, **values))
+    return logdir
+
+
+def test_evaluation_is_repeatable_frozen_and_on_its_own_seeds(continuous: ModuleType, finished: Path) -> None:
+    checkpoint = continuous.load_checkpoint(finished / "latest.pt")
+    args = continuous.Args(**checkpoint["args"])
+    agent = continuous.Agent(continuous.make_envs(args, training=False), args)
+    agent.load_state_dict(checkpoint["agent"])
+    statistics = continuous.to_arrays(checkpoint["observation_statistics"])
+    before = {name: np.array(value) for name, value in statistics.items()}
+    random_state = torch.get_rng_state()
+    first, again = (continuous.evaluate(agent, args, statistics) for _ in range(2))
+    sampled = continuous.evaluate(agent, args, statistics, deterministic=False)
+    assert first == again
+    assert torch.equal(torch.get_rng_state(), random_state)  # training goes on as if nothing had happened
+    np.testing.assert_equal({name: np.array(value) for name, value in statistics.items()}, before)
+    # the lengths are those of the task: episode i starts at k drawn with seed 10 000 + i, and is cut after 5 steps
+    expected = [min(5, int(np.random.default_rng(10_000 + i).integers(1, 9))) for i in range(4)]
+    assert first["lengths"] == sampled["lengths"] == expected
+    assert first["returns"] == [float(length) for length in expected]
+    assert first["mean_return"] == pytest.approx(np.mean(expected))
+    assert first["std_return"] == pytest.approx(np.std(expected))
+
+
+def test_evaluation_takes_the_mode_of_the_policy(
+    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Target-v0 the return tells the actions: deterministic ones differ from sampled ones, which are worse."""
+    result = run_tiny(env_id="Target-v0", vec_env="sync", eval_episodes=200)
+    checkpoint = continuous.load_checkpoint(Path(result["logdir"]) / "latest.pt")
+    args = continuous.Args(**checkpoint["args"])
+    agent = continuous.Agent(continuous.make_envs(args, training=False), args)
+    agent.load_state_dict(checkpoint["agent"])
+    statistics = continuous.to_arrays(checkpoint["observation_statistics"])
+    mode = continuous.evaluate(agent, args, statistics)
+    sampled = continuous.evaluate(agent, args, statistics, deterministic=False)
+    assert mode["mean_return"] == pytest.approx(-1 / 12, abs=0.03)  # mean 0 at the start
+    assert sampled["mean_return"] < mode["mean_return"] - 0.2  # clipped actions of deviation 1
+
+
+def test_play_prints_its_summary_as_json_on_the_last_line(finished: Path, run_main: Main) -> None:
+    code, out, _ = run_main("play", "--logdir", str(finished), "--episodes", "3")
+    lines = out.strip().splitlines()
+    summary = json.loads(lines[-1])
+    assert code == 0
+    assert len(lines) == 4
+    assert len(summary["returns"]) == 3
+    assert summary["mean_return"] == pytest.approx(np.mean(summary["returns"]))
+    assert summary["standard_error"] == pytest.approx(np.std(summary["returns"], ddof=1) / 3**0.5)
+    assert run_main("play", "--logdir", str(finished), "--episodes", "3")[1] == out
+    latest = run_main("play", "--logdir", str(finished), "--episodes", "3", "--checkpoint", "latest", "--stochastic")
+    assert latest[0] == 0
+    by_path = run_main("play", "--logdir", str(finished), "--episodes", "3", "--checkpoint", str(finished / "best.pt"))
+    assert by_path[1] == out
+
+
+def test_play_writes_a_gif_an_episode(finished: Path, run_main: Main, tmp_path: Path) -> None:
+    argv = ["play", "--logdir", str(finished), "--episodes", "2", "--save-gif", "--gif-fps", "25"]
+    code, out, _ = run_main(*argv, "--gif-dir", str(tmp_path / "gifs"))
+    gifs = sorted((tmp_path / "gifs").glob("run_*/episode_*.gif"))
+    assert code == 0
+    assert len(gifs) == 2
+    returns = json.loads(out.strip().splitlines()[-1])["returns"]
+    for i, (path, value) in enumerate(zip(gifs, returns, strict=True)):
+        assert path.name == f"episode_{i + 1:03d}_return_{value:.0f}_steps_{value:.0f}.gif"
+        with PIL.Image.open(path) as gif:
+            assert gif.size == (16, 16)
+            assert gif.info.get("duration", 40) == 40
+        assert str(path) in out
+
+
+def test_play_without_a_run_says_so(run_main: Main, finished: Path, tmp_path: Path) -> None:
+    for argv, named in (
+        (["--logdir", str(tmp_path)], str(tmp_path / "best.pt")),
+        (["--logdir", str(finished), "--checkpoint", "nothing.pt"], "nothing.pt"),
+    ):
+        code, _, err = run_main("play", *argv)
+        assert code == 2
+        assert named in err
+        assert err.startswith("error: ")
+        assert err.count("\n") == 1
+
+
+def test_play_refuses_to_play_no_episodes(run_main: Main, finished: Path) -> None:
+    code, _, err = run_main("play", "--logdir", str(finished), "--episodes", "0")
+    assert code == 2
+    assert "--episodes" in err
+
+
+def test_videos_of_evaluations(run_tiny: Run) -> None:
+    result = run_tiny(env_id="KnownValues-v0", vec_env="sync", capture_video=True, eval_every=100)
+    videos = sorted(path.name for path in (Path(result["logdir"]) / "videos").iterdir())
+    assert videos == ["step_128.gif", "step_192.gif"]
+
+
+def test_a_robot_can_be_filmed(continuous: ModuleType, tmp_path: Path) -> None:
+    """In a process of its own, because MuJoCo chooses its graphics when it is imported."""
+    environment = os.environ | {"MUJOCO_GL": "egl", "PYTHONPATH": str(ROOT)}
+    flags = (
+        "--env-id InvertedPendulum-v5 --reset-steps 8 --num-envs 2 --num-steps 16 --num-minibatches 2 --no-compile "
+        "--total-timesteps 32 --eval-episodes 1 --capture-video --logdir run"
+    )
+    command = [sys.executable, str(continuous.__file__), *flags.split()]
+    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    if result.returncode and re.search("EGL|OpenGL", result.stderr):
+        pytest.skip("MuJoCo cannot render here with MUJOCO_GL=egl")
+    assert result.returncode == 0, result.stderr
+    with PIL.Image.open(tmp_path / "run" / "videos" / "step_32.gif") as gif:
+        assert gif.size == (480, 480)
+        assert getattr(gif, "n_frames", 1) > 1
+
+
+# ---- helpers of the loop --------------------------------------------------------------------------------------------
+
+
+def test_stability_is_a_slope_that_is_not_significantly_positive(continuous: ModuleType) -> None:
+    """Only the last half of the run counts."""
+    noise, t = np.random.default_rng(0).normal(size=200), np.arange(200)
+    assert continuous.is_stable(5 + noise)
+    assert not continuous.is_stable(5 + noise + 0.1 * t)
+    assert continuous.is_stable(5 + noise - 0.1 * t)
+    assert continuous.is_stable(np.where(t < 100, t, 100) + noise)  # grew, then settled
+    assert not continuous.is_stable(np.where(t < 100, 0, t - 100) + noise)
+    assert continuous.is_stable(np.array([1.0, 2.0]))  # too short to say
+    assert not continuous.is_stable(t.astype(float))  # without noise every slope is significant
+    assert continuous.is_stable(np.full(10, 3.0))
+
+
+def test_gif_time_is_in_hundredths_of_a_second(continuous: ModuleType, tmp_path: Path) -> None:
+    """30 frames/s would be 33.3 ms, which GIF rounds to 30; browsers slow down below 20."""
+    frames = [np.full((8, 8, 3), 20 * i, dtype=np.uint8) for i in range(5)]
+    for fps, milliseconds in ((20, 50), (30, 30), (15, 70), (1000, 20)):
+        continuous.save_gif(frames, tmp_path / f"{fps}.gif", fps)
+        with PIL.Image.open(tmp_path / f"{fps}.gif") as gif:
+            assert gif.info["duration"] == milliseconds
+            assert gif.info["loop"] == 0
+            assert getattr(gif, "n_frames", 1) == 5
+
+
+# ---- does it learn --------------------------------------------------------------------------------------------------
+
+
+def test_it_solves_a_task_of_known_optimum(run_tiny: Run) -> None:
+    """Target-v0: the best return is 0, doing nothing earns -0.083; 12 000 steps must come within 0.01 of the best."""
+    result = run_tiny(
+        env_id="Target-v0", vec_env="sync", num_envs=16, num_steps=32, num_minibatches=8, update_epochs=10,
+        total_timesteps=12_288, learning_rate=3e-3, eval_episodes=100, reset_steps=None, hidden_sizes=(16,),
+    )  # fmt: skip
+    assert result["mean_return"] > -0.01
+
+
+def test_it_learns_to_serve_the_longer_queue_without_discounting(run_tiny: Run) -> None:
+    """The average-reward mode on the continuing task: it approaches the longest-queue-first policy's mean backlog of
+    about 2.1, where chance has about 6."""
+    result = run_tiny(
+        vec_env="sync", num_envs=16, num_steps=64, num_minibatches=8, update_epochs=4, total_timesteps=20_480,
+        learning_rate=3e-3, average_reward=True, norm_reward=False, reset_steps=512, hidden_sizes=(16,),
+        eval_episodes=16,
+    )  # fmt: skip
+    assert result["mean_return"] / 512 > -3.0
+    assert result["stable"]
+    assert result["average_reward"] == pytest.approx(columns(result["logdir"])["rollout/mean_reward"][-1], abs=1.0)
+
+
+@pytest.mark.slow
+def test_half_cheetah_learns_to_run(continuous: ModuleType, tmp_path: Path) -> None:
+    """200 000 steps of the preset `fast`, compiled, as a user would start it: a return of more than 800."""
+    args = continuous.parse_args(["--configs", "fast", "--logdir", str(tmp_path / "run")])
+    result = continuous.train(dataclasses.replace(args, total_timesteps=200_704))
+    assert result["mean_return"] > 800
+
+
+@pytest.mark.slow
+def test_a_compiled_run_is_repeatable_and_close_to_an_eager_one(run_tiny: Run) -> None:
+    compiled, again, eager = run_tiny(compile=True), run_tiny(compile=True), run_tiny()
+    assert_same(weights(again["logdir"]), weights(compiled["logdir"]))
+    for name, tensor in weights(eager["logdir"]).items():
+        torch.testing.assert_close(weights(compiled["logdir"])[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_the_environments_under_test_are_registered() -> None:
+    for env_id in ("KnownValues-v0", "Target-v0", "TwoQueue-v0"):
+        assert gym.spec(env_id).max_episode_steps is None
