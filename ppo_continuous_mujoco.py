@@ -871,6 +871,9 @@ def train(args: Args) -> dict[str, Any]:
     truncations = torch.zeros_like(terminations)
     print(describe(args, logdir, agent, [obs, actions, rewards, terminations, truncations]), flush=True)
 
+    if args.time_scaled_reward:
+        print("warning: time-scaled rewards hide growing costs; judge by rollout/LTA_return, which is of raw rewards.")
+
     counters = Counters()
     episode_returns, episode_lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)  # under way
     env_obs, _ = vec_env.reset(seed=args.seed)
