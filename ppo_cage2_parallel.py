@@ -32,6 +32,7 @@ import tempfile
 import time
 import zipfile
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -66,7 +67,7 @@ class Args:
     """the only game this script knows"""
     seed: int = 1
     """seed of networks, sampling and environments (environment n gets seed + n)"""
-    total_timesteps: int = 30_000_000
+    total_timesteps: int = 20_000_000
     """environment steps of the whole run, summed over environments"""
     logdir: str | None = None
     """run folder; default runs/{env_id}__{script}__{seed}__{time}"""
@@ -120,7 +121,7 @@ class Args:
     # --- PPO
     num_steps: int = 100
     """steps T per environment and rollout; a batch is N*T transitions"""
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3
     """Adam's step size at the start"""
     anneal_lr: bool = True
     """let the learning rate decay linearly to 0 over the run"""
@@ -142,7 +143,7 @@ class Args:
     """epsilon: a probability ratio earns nothing beyond 1 +- epsilon"""
     clip_vloss: bool = False
     """clip the critic's change too (OpenAI Baselines; later studies found no gain)"""
-    ent_coef: float = 0.01
+    ent_coef: float = 0.001
     """weight of the entropy bonus at the start"""
     anneal_ent: bool = True
     """let the entropy bonus decay linearly to 0 over the run"""
@@ -177,7 +178,7 @@ PRESETS: dict[str, dict[str, Any]] = {
               "eval_every": 5_000, "eval_episodes": 10, "save_every": 4_000, "compile": False},
     "document": {"total_timesteps": 125_000, "num_envs": 25, "version": "head", "red_agent": "meander",
                  "actions": "full", "memory": False, "learning_rate": 2e-3, "anneal_lr": False,
-                 "num_minibatches": 1, "norm_adv_scope": "batch", "anneal_ent": False,
+                 "num_minibatches": 1, "norm_adv_scope": "batch", "ent_coef": 0.01, "anneal_ent": False,
                  "eval_every": 12_500, "save_every": 25_000},
 }  # fmt: skip
 
@@ -194,20 +195,21 @@ def flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def require(values: Any, condition: str, holds: Callable[[Any], bool], *names: str) -> None:
+    """Raise UsageError for the first of the named values, None aside, for which `holds` is false."""
+    for name in names:
+        value = getattr(values, name)
+        if value is not None and not holds(value):
+            raise UsageError(f"{flag(name)} must be {condition}, not {value}.")
+
+
 def check_ranges(args: Args) -> None:
     """Raise UsageError for a value outside its range: what holds for every PPO script."""
-    ranges = {
-        "at least 1": (lambda x: x >= 1, ["total_timesteps", "num_envs", "num_steps", "num_minibatches",
-                                          "update_epochs", "eval_episodes", "torch_threads", "num_workers"]),
-        "positive": (lambda x: x > 0, ["learning_rate", "clip_coef", "max_grad_norm", "target_kl"]),
-        "at least 0": (lambda x: x >= 0, ["eval_every", "save_every", "ent_coef", "vf_coef", "seed"]),
-        "in [0, 1]": (lambda x: 0 <= x <= 1, ["gamma", "gae_lambda"]),
-    }  # fmt: skip
-    for condition, (holds, names) in ranges.items():
-        for name in names:
-            value = getattr(args, name)
-            if value is not None and not holds(value):
-                raise UsageError(f"{flag(name)} must be {condition}, not {value}.")
+    require(args, "at least 1", lambda x: x >= 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches",
+            "update_epochs", "eval_episodes", "torch_threads", "num_workers")  # fmt: skip
+    require(args, "positive", lambda x: x > 0, "learning_rate", "clip_coef", "max_grad_norm", "target_kl")
+    require(args, "at least 0", lambda x: x >= 0, "eval_every", "save_every", "ent_coef", "vf_coef", "seed")
+    require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "gamma", "gae_lambda")
     batch = f"{args.batch_size} (num_envs {args.num_envs} x num_steps {args.num_steps})"
     if args.total_timesteps < args.batch_size:
         raise UsageError(f"--total-timesteps {args.total_timesteps} is less than one batch of {batch}.")
@@ -235,10 +237,9 @@ def validate(args: Args) -> None:
     check_ranges(args)
     if args.env_id != "CAGE2-v0":
         raise UsageError(f"This script plays CAGE2-v0 alone, not {args.env_id!r}; leave --env-id out.")
-    if args.max_steps < 1:
-        raise UsageError(f"--max-steps must be at least 1, not {args.max_steps}.")
-    if args.reward_scale <= 0:
-        raise UsageError(f"--reward-scale must be positive, not {args.reward_scale}.")
+    require(args, "at least 1", lambda x: x >= 1, "max_steps")
+    require(args, "positive", lambda x: x > 0, "reward_scale")
+    require(args, "positive widths", lambda sizes: all(size > 0 for size in sizes), "hidden_sizes")
 
 
 # ==========================================================================================================
@@ -619,31 +620,38 @@ def play_episodes(
     return {name: np.array(values) for name, values in record.items()}
 
 
+def prefix_returns(rewards: dict[str, np.ndarray]) -> dict[str, list[float]]:
+    """For rewards (num_steps, num_episodes) against each red agent, the mean return and its standard error over the
+    first 30, 50 and 100 steps: {"b_line_30": [mean, error], ...}.
+
+    Nothing in the game or in Blue's inputs tells how long an episode will be (without --finite-horizon), so the first
+    30 steps of a longer episode are an episode of 30 steps, and one set of episodes fills every row.
+    """
+    cells = {}
+    for red, part in rewards.items():
+        for horizon in sorted({min(horizon, len(part)) for horizon in HORIZONS}):
+            sums = part[:horizon].sum(0)
+            error = sums.std(ddof=1) / math.sqrt(len(sums)) if len(sums) > 1 else math.nan
+            cells[f"{red}_{horizon}"] = [float(sums.mean()), float(error)]
+    return cells
+
+
 def evaluate(agent: Agent, args: Args, deterministic: bool = True, seed: int = 10_000) -> dict[str, Any]:
     """Play `args.eval_episodes` episodes against each red agent that --red-agent may choose.
 
     Episode i of every red agent starts from its own fixed seed, so that two evaluations differ by their policies
-    alone. Nothing in the game or the inputs tells Blue how long an episode will be (without --finite-horizon), so the
-    first 30 steps of a longer episode are an episode of 30 steps: one set of episodes fills every row of `cells`, a
-    dict from "b_line_30" to [mean, standard error] of the return. Returns also score, the sum of these means, which
-    for the default arguments is the challenge's; mean_return, std_return over all episodes in full; returns, a dict
-    from red agent to list; mean_length.
+    alone. Returns cells (see `prefix_returns`); score, the sum of their means, which for the default arguments is the
+    challenge's; mean_return and std_return over all episodes, mean_length.
     """
     reds = [red for red in RED_MIXTURE if args.red_agent in (red, "mixed")]
     vec_env = make_envs(replace(args, num_envs=args.eval_episodes * len(reds)))
     options = {"red_agent": list(np.repeat(reds, args.eval_episodes))}
     rewards = play_episodes(agent, vec_env, deterministic, seed, options)["rewards"]
     vec_env.close()
-    cells, returns = {}, {}
-    for red, part in zip(reds, np.split(rewards, len(reds), axis=1), strict=True):
-        for horizon in sorted({min(h, args.max_steps) for h in HORIZONS}):
-            sums = part[:horizon].sum(0)
-            error = sums.std(ddof=1) / math.sqrt(len(sums)) if len(sums) > 1 else math.nan
-            cells[f"{red}_{horizon}"] = [float(sums.mean()), float(error)]
-        returns[red] = part.sum(0).tolist()
-    total = rewards.sum(0)
-    return {"score": sum(mean for mean, _ in cells.values()), "cells": cells, "returns": returns, "mean_length":
-            len(rewards), "mean_return": float(total.mean()), "std_return": float(total.std())}  # fmt: skip
+    cells = prefix_returns(dict(zip(reds, np.split(rewards, len(reds), axis=1), strict=True)))
+    returns = rewards.sum(0)
+    return {"score": sum(mean for mean, _ in cells.values()), "cells": cells, "mean_return": float(returns.mean()),
+            "std_return": float(returns.std()), "mean_length": float(len(rewards))}  # fmt: skip
 
 
 # ==========================================================================================================
@@ -1190,8 +1198,9 @@ class PlayArgs:
 
 
 def play(play_args: PlayArgs) -> dict[str, Any]:
-    """Play a checkpoint. Prints the returns, what Blue and Red did and, as the last line, the summary as JSON that
-    it returns."""
+    """Play a checkpoint. Prints the returns (of the first 20 episodes against each red agent), what Blue and Red did
+    and, as the last line, the summary as JSON that it returns."""
+    require(play_args, "at least 1", lambda x: x >= 1, "episodes", "gif_fps", "max_steps")
     logdir = Path(play_args.logdir)
     name = play_args.checkpoint
     checkpoint = load_checkpoint(logdir / f"{name}.pt" if name in ("best", "latest") else Path(name))
@@ -1200,19 +1209,15 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     args = replace(args, device="cpu", **{key: value for key, value in chosen.items() if value is not None})
     validate(args)
     reds = [red for red in RED_MIXTURE if args.red_agent in (red, "mixed")]
-    drawn = play_args.render or play_args.save_gif
-    # Pictures are of one game at a time; processes play one each, so that CybORG's global random stream is theirs.
-    at_once = (
-        1
-        if drawn
-        else play_args.episodes
-        if play_args.backend == "batch"
-        else min(os.cpu_count() or 1, play_args.episodes)
-    )
+    at_once = play_args.episodes
+    if play_args.render or play_args.save_gif:
+        at_once = 1  # pictures show one game
+    elif play_args.backend != "batch":
+        at_once = min(os.cpu_count() or 1, at_once)  # a process for each: CybORG draws from the process's `random`
     render_mode = "ansi" if play_args.render else "rgb_array" if play_args.save_gif else None
     folder = Path(play_args.gif_dir or logdir / "gifs") / time.strftime("run_%Y%m%d-%H%M%S")
     agent: Agent | None = None
-    returns: dict[str, list[float]] = {}
+    rewards: dict[str, Any] = {}  # (num_steps, episodes) by red agent
     blue_actions = np.zeros((args.max_steps, len(ACTION_NAMES)))
     red_actions: Counter[str] = Counter()
     for red in reds:
@@ -1221,12 +1226,11 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
         if agent is None:
             agent = Agent(vec_env, args)
             agent.load_state_dict(checkpoint["agent"])
-        returns[red] = []
-        while len(returns[red]) < play_args.episodes:
-            done = len(returns[red])
+        rewards[red] = np.zeros((args.max_steps, 0))
+        while (done := rewards[red].shape[1]) < play_args.episodes:
             record = play_episodes(agent, vec_env, not play_args.stochastic, play_args.seed + done)
             wanted = slice(0, play_args.episodes - done)
-            returns[red] += record["rewards"].sum(0).round(1).tolist()[wanted]
+            rewards[red] = np.append(rewards[red], record["rewards"][:, wanted], axis=1)
             for t, actions in enumerate(record["actions"][:, wanted]):
                 np.add.at(blue_actions[t], actions, 1)
             if len(record["red_action"]):
@@ -1234,13 +1238,16 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
             if play_args.render:
                 print("\n\n".join(record["frames"]))
             if play_args.save_gif:
-                gif = folder / f"{red}_{done + 1:03d}_return_{returns[red][-1]:.1f}.gif"
+                gif = folder / f"{red}_{done + 1:03d}_return_{record['rewards'].sum():.1f}.gif"
                 save_gif(list(record["frames"]), gif, play_args.gif_fps)
-                print(f"  {gif}")
+                print(gif)
         vec_env.close()
-        for i, value in enumerate(returns[red]):
-            print(f"{red} episode {i + 1}: return {value:.1f}, {args.max_steps} steps")
+    returns = {red: part.sum(0).round(1).tolist() for red, part in rewards.items()}
     everything = [value for values in returns.values() for value in values]
+    cells = prefix_returns(rewards)
+    for red, values in returns.items():
+        for i, value in enumerate(values[:20]):
+            print(f"{red} episode {i + 1}: return {value:.1f}, {args.max_steps} steps")
     print(f"\nBlue, actions an episode\n{action_table(blue_actions.sum(0) / len(everything))}")
     if red_actions:
         print("\nRed, actions in all episodes (the 20 most frequent)")
@@ -1248,11 +1255,10 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     if play_args.save_heatmap:
         plot_actions(blue_actions / len(everything), logdir / "actions.png")
         print(logdir / "actions.png")
+    print("\n" + "\n".join(f"{name:<12} {mean:>8.2f} +- {error:.2f}" for name, (mean, error) in cells.items()))
     error = np.std(everything, ddof=1) / math.sqrt(len(everything)) if len(everything) > 1 else math.nan
-    summary: dict[str, Any] = {"mean_return": float(np.mean(everything)), "standard_error": float(error),
-                               "returns": everything}  # fmt: skip
-    if len(reds) > 1:
-        summary["returns_by_red_agent"] = returns
+    summary = {"mean_return": float(np.mean(everything)), "standard_error": float(error), "returns": everything,
+               "cells": cells, "score": sum(mean for mean, _ in cells.values())}  # fmt: skip
     print(json.dumps(summary))
     return summary
 

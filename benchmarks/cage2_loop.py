@@ -89,6 +89,8 @@ def measure_sb3(num_envs: int, minibatch: int, updates: int) -> dict[str, float]
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import SubprocVecEnv
 
+    from envs.cage2 import Cage2Env
+
     class Clock(BaseCallback):
         """Notes the time at the start of each rollout, which is the end of the update before it."""
 
@@ -103,7 +105,15 @@ def measure_sb3(num_envs: int, minibatch: int, updates: int) -> dict[str, float]
     torch.set_num_threads(1)
     kwargs = {"red_agent": {"b_line": 0.5, "meander": 0.45, "sleep": 0.05}, "version": "leaderboard",
               "state_in_info": False}  # fmt: skip
-    vec_env = make_vec_env("envs.cage2:CAGE2-v0", num_envs, seed=1, env_kwargs=kwargs, vec_env_cls=SubprocVecEnv)
+    Cage2Env().reset(seed=0)  # compiled once, before the processes fork
+    vec_env = make_vec_env(
+        "envs.cage2:CAGE2-v0",
+        num_envs,
+        seed=1,
+        env_kwargs=kwargs,
+        vec_env_cls=SubprocVecEnv,
+        vec_env_kwargs={"start_method": "fork"},
+    )  # fmt: skip  (25 fresh interpreters would take minutes)
     model = PPO(
         "MlpPolicy", vec_env, n_steps=100, batch_size=minibatch, n_epochs=4, ent_coef=0.01, device="cpu", seed=1
     )
