@@ -1,0 +1,402 @@
+"""Damaged, foreign and hostile files, full and read-only disks, concurrent runs, and numbers that are not finite."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import pickle
+import random
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import tiny_args, weights
+from tests.test_resume import fork, wait
+
+Run = Callable[..., dict[str, Any]]
+
+
+def state_of(script: ModuleType, number: int) -> dict[str, Any]:
+    """A state with everything that a checkpoint may hold: tensors, arrays, numbers, strings, None, nesting."""
+    return {
+        "format": script.FORMAT, "number": number, "none": None, "score": -math.inf, "text": "π",
+        "tensor": torch.arange(300.0) + number, "nested": [np.arange(4), (1, 2.5), {"x": np.float64(0.1)}],
+    }  # fmt: skip
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_checkpoint_comes_back_as_it_was(script: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "latest.pt"
+    assert script.save_checkpoint(path, state_of(script, 1))
+    state = script.to_arrays(script.load_checkpoint(path))
+    assert state["number"] == 1
+    assert state["none"] is None
+    assert state["score"] == -math.inf
+    assert state["text"] == "π"
+    np.testing.assert_array_equal(state["tensor"], np.arange(300.0) + 1)
+    np.testing.assert_array_equal(state["nested"][0], np.arange(4))
+    assert state["nested"][1:] == [(1, 2.5), {"x": 0.1}]
+    assert [p.name for p in tmp_path.iterdir()] == ["latest.pt"]
+
+
+def test_the_checkpoint_before_is_kept(script: ModuleType, tmp_path: Path) -> None:
+    for number in range(4):
+        script.save_checkpoint(tmp_path / "latest.pt", state_of(script, number))
+    assert script.load_checkpoint(tmp_path / "latest.pt")["number"] == 3
+    assert script.load_checkpoint(tmp_path / "latest.prev.pt")["number"] == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest.prev.pt", "latest.pt"]
+
+
+def refused(script: ModuleType, path: Path) -> str:
+    """The one sentence with which a file is refused."""
+    with pytest.raises(script.UsageError) as error:
+        script.load_checkpoint(path)
+    message = str(error.value)
+    assert str(path) in message
+    assert "\n" not in message
+    return message
+
+
+def test_truncated_files_are_refused(script: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "latest.pt"
+    script.save_checkpoint(path, state_of(script, 1))
+    whole = path.read_bytes()
+    for length in (0, 1, 100, len(whole) // 2, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert "damaged" in refused(script, path)
+
+
+def test_flipped_bits_are_refused_or_harmless(script: ModuleType, tmp_path: Path) -> None:
+    """A bit in the padding may change nothing; a bit of the contents may not go unnoticed."""
+    path = tmp_path / "latest.pt"
+    script.save_checkpoint(path, state_of(script, 1))
+    whole, rng, noticed = path.read_bytes(), random.Random(0), 0
+    expected = script.load_checkpoint(path)["tensor"]
+    contents = whole.index(np.float32(250).tobytes() + np.float32(251).tobytes())
+    for position in [contents, contents + 1, *(rng.randrange(len(whole)) for _ in range(60))]:
+        damaged = bytearray(whole)
+        damaged[position] ^= 1 << rng.randrange(8)
+        path.write_bytes(damaged)
+        try:
+            state = script.load_checkpoint(path)
+        except script.UsageError:
+            noticed += 1
+            continue
+        assert position not in (contents, contents + 1)
+        assert torch.equal(state["tensor"], expected)
+        assert state["number"] == 1
+    assert noticed > 20
+
+
+class Hostile:
+    """Unpickling this would create a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (self.path,)
+
+
+def test_code_in_a_file_is_not_executed(script: ModuleType, tmp_path: Path) -> None:
+    trap = tmp_path / "executed"
+    path = tmp_path / "latest.pt"
+    torch.save({"format": script.FORMAT, "payload": Hostile(str(trap))}, path)
+    refused(script, path)
+    path.write_bytes(pickle.dumps(Hostile(str(trap))))  # not even a zip archive
+    refused(script, path)
+    torch.save(Hostile(str(trap)), path, _use_new_zipfile_serialization=False)
+    refused(script, path)
+    assert not trap.exists()
+    with pytest.raises(Exception, match="File exists"):  # the trap does work
+        pickle.loads(pickle.dumps(Hostile(str(tmp_path))))
+
+
+def test_other_files_are_refused_by_name(script: ModuleType, tmp_path: Path) -> None:
+    path = tmp_path / "latest.pt"
+    assert "no checkpoint" in refused(script, path)
+    path.mkdir()
+    assert "no checkpoint" in refused(script, path)
+    path.rmdir()
+    path.write_text("hello")
+    assert "damaged or not a checkpoint" in refused(script, path)
+    torch.save(torch.nn.Linear(2, 2).state_dict(), path)  # some other project's weights
+    assert script.FORMAT in refused(script, path)
+    torch.save(torch.zeros(3), path)
+    assert script.FORMAT in refused(script, path)
+    for other in ("ppo_other_script/1", script.FORMAT.replace("/", "/9")):
+        torch.save({"format": other}, path)
+        message = refused(script, path)
+        assert other in message
+        assert script.FORMAT in message
+
+
+def test_a_damaged_latest_falls_back_to_the_one_before(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(3):
+        script.save_checkpoint(tmp_path / "latest.pt", state_of(script, number))
+    latest = tmp_path / "latest.pt"
+    latest.write_bytes(latest.read_bytes()[:500])
+    assert script.load_latest(tmp_path, "cpu")["number"] == 1
+    assert "latest.prev.pt" in capsys.readouterr().err
+    latest.unlink()
+    assert script.load_latest(tmp_path, "cpu")["number"] == 1
+    (tmp_path / "latest.prev.pt").write_bytes(b"")
+    with pytest.raises(script.UsageError, match="damaged"):
+        script.load_latest(tmp_path, "cpu")
+
+
+def test_a_run_resumes_from_the_checkpoint_before_and_ends_the_same(
+    run_tiny: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    values = {"total_timesteps": 384, "save_every": 64, "vec_env": "sync"}
+    whole = run_tiny(**values)
+    damaged = run_tiny(**values)
+    latest = Path(damaged["logdir"]) / "latest.pt"
+    latest.write_bytes(latest.read_bytes()[:-10])
+    result = run_tiny(logdir=damaged["logdir"], resume=True, **values)
+    assert "Falling back to latest.prev.pt" in capsys.readouterr().err
+    assert result["update"] == 6
+    for name, tensor in weights(whole["logdir"]).items():
+        assert torch.equal(weights(result["logdir"])[name], tensor)
+    assert (Path(whole["logdir"]) / "progress.csv").read_bytes() == (latest.parent / "progress.csv").read_bytes()
+
+
+# ---- disks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of half a megabyte."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", str(folder)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("a small file system can only be mounted by root")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def fill(folder: Path) -> None:
+    """Leave no free byte."""
+    with open(folder / "filler", "ab", buffering=0) as file:
+        for size in (4096, 1):
+            try:
+                while True:
+                    file.write(b"x" * size)
+            except OSError:
+                pass
+
+
+def test_a_full_disk_costs_a_checkpoint_and_not_the_old_one(
+    script: ModuleType, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = small_disk / "latest.pt"
+    assert script.save_checkpoint(path, state_of(script, 1))
+    fill(small_disk)
+    assert not script.save_checkpoint(path, state_of(script, 2))
+    warning = capsys.readouterr().err
+    assert warning.startswith("warning: ")
+    assert str(path) in warning
+    assert warning.count("\n") == 1
+    assert script.load_checkpoint(path)["number"] == 1
+    assert sorted(p.name for p in small_disk.iterdir()) == ["filler", "latest.pt"]
+    (small_disk / "filler").unlink()
+    assert script.save_checkpoint(path, state_of(script, 3))
+    assert script.load_checkpoint(path)["number"] == 3
+
+
+def test_a_disk_that_turns_read_only_costs_a_checkpoint(
+    script: ModuleType, small_disk: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = small_disk / "latest.pt"
+    assert script.save_checkpoint(path, state_of(script, 1))
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert not script.save_checkpoint(path, state_of(script, 2))
+    assert "Read-only" in capsys.readouterr().err
+    assert script.load_checkpoint(path)["number"] == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.xfail(strict=True, raises=OSError, reason="Logger.write and TensorBoard do not outlive a full disk")
+def test_a_run_outlives_a_disk_that_is_full_for_a_while(
+    continuous: ModuleType, run_tiny: Run, small_disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Full from the second update to the fifth: the run goes on, and its last checkpoint is good."""
+    calls, original = [0], continuous.check_finite
+
+    def checked(*args: Any, **kwargs: Any) -> None:
+        calls[0] += 1
+        if calls[0] == 2:
+            fill(small_disk)
+        if calls[0] == 6:
+            (small_disk / "filler").unlink()
+        original(*args, **kwargs)
+
+    monkeypatch.setattr(continuous, "check_finite", checked)
+    logdir = small_disk / "run"
+    result = run_tiny(logdir=logdir, total_timesteps=8 * 64, save_every=64, vec_env="sync")
+    assert result["update"] == 8
+    assert continuous.load_checkpoint(logdir / "latest.pt")["counters"]["update"] == 8
+
+
+def test_a_read_only_folder_is_refused_before_training(continuous: ModuleType, small_disk: Path, run_main: Any) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    code, _, err = run_main("--env-id", "TwoQueue-v0", "--no-compile", "--logdir", str(small_disk / "run"))
+    assert code == 2
+    assert str(small_disk / "run") in err
+    assert err.count("\n") == 1
+
+
+# ---- the best of all runs -------------------------------------------------------------------------------------------
+
+
+def board(script: ModuleType, parent: Path, run: str, score: float, **settings: Any) -> Path:
+    """Enter a run with this score; returns the folder of its leaderboard."""
+    logdir = parent / run
+    logdir.mkdir(exist_ok=True)
+    (logdir / "best.pt").write_text(run)
+    before = set(parent.glob("best/*"))
+    script.update_leaderboard(logdir, script.Args(**settings), score, step=7)
+    folders = set(parent.glob("best/*"))
+    return next(iter((folders - before) or folders))
+
+
+def test_the_five_best_runs_of_a_problem_stand_in_order_at_full_precision(script: ModuleType, tmp_path: Path) -> None:
+    scores = [-15.8437, -15.8351, -15.84369999999, 3.0, -100.0, -15.9, 1 / 3]
+    for i, score in enumerate(scores):
+        folder = board(script, tmp_path, f"run{i}", score, seed=i)  # seeds share a board
+    entries = json.loads((folder / "index.json").read_text())
+    assert [entry["score"] for entry in entries] == sorted(scores, reverse=True)[:5]
+    assert [entry["run"] for entry in entries] == ["run3", "run6", "run1", "run2", "run0"]
+    assert sorted(p.name for p in folder.glob("*.pt")) == sorted(entry["file"] for entry in entries)
+    for entry in entries:
+        assert (folder / entry["file"]).read_text() == entry["run"]
+        assert entry["step"] == 7
+    assert not list(folder.glob("*.tmp"))
+
+
+def test_a_run_that_is_continued_replaces_its_own_entry(script: ModuleType, tmp_path: Path) -> None:
+    board(script, tmp_path, "run", 1.0)
+    board(script, tmp_path, "other", 2.0)
+    folder = board(script, tmp_path, "run", 3.0)
+    entries = json.loads((folder / "index.json").read_text())
+    assert [(entry["run"], entry["score"]) for entry in entries] == [("run", 3.0), ("other", 2.0)]
+
+
+def test_other_settings_are_another_board(script: ModuleType, tmp_path: Path) -> None:
+    board(script, tmp_path, "run0", 1.0, gamma=0.99)
+    board(script, tmp_path, "run1", 1.0, gamma=0.9)
+    assert len(list(tmp_path.glob("best/*/index.json"))) == 2
+
+
+def test_concurrent_runs_take_turns(script: ModuleType, tmp_path: Path) -> None:
+    """Two processes enter 25 runs each; at no moment is the index anything but complete."""
+
+    def enter(worker: int) -> Callable[[], None]:
+        def work() -> None:
+            rng = random.Random(worker)
+            for i in range(25):
+                board(script, tmp_path, f"run{worker}_{i}", rng.random())
+
+        return work
+
+    children = [fork(enter(worker), tmp_path / "output.txt") for worker in (0, 1)]
+    readings = 0
+    while any(os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None for pid in children):
+        for index in tmp_path.glob("best/*/index.json"):
+            assert len(json.loads(index.read_text())) <= 5
+            readings += 1
+    assert [wait(pid) for pid in children] == [0, 0], (tmp_path / "output.txt").read_text()
+    assert readings > 0
+    (index,) = tmp_path.glob("best/*/index.json")
+    entries = json.loads(index.read_text())
+    generators = [random.Random(worker) for worker in (0, 1)]
+    expected = sorted((rng.random() for rng in generators for _ in range(25)), reverse=True)[:5]
+    assert [entry["score"] for entry in entries] == expected
+    assert sorted(p.name for p in index.parent.glob("*.pt")) == sorted(entry["file"] for entry in entries)
+
+
+# ---- numbers that are not finite ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("normalized", [True, False], ids=["normalised", "raw"])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("what", ["obs", "reward"])
+def test_a_number_that_is_not_finite_stops_the_run_before_the_weights(
+    continuous: ModuleType, run_tiny: Run, tmp_path: Path, what: str, value: float, normalized: bool
+) -> None:
+    """Environment 2 (seed 3) breaks in its 20th step, the fourth of the second rollout. The message names it and its
+    last action, the rollout is kept for a post-mortem, and the checkpoint is that of the first update."""
+    logdir = tmp_path / "run"
+    with pytest.raises(FloatingPointError) as error:
+        run_tiny(
+            env_id=f"Poison-{what}-{value}-v0", logdir=logdir, vec_env="sync", reset_steps=100, save_every=64,
+            norm_obs=normalized, norm_reward=normalized,
+        )  # fmt: skip
+    message = str(error.value)
+    assert "environment 2 " in message
+    assert ("obs" if what == "obs" else "rewards") in message
+    with np.load(logdir / "postmortem.npz") as postmortem:
+        bad = ~np.isfinite(postmortem["obs" if what == "obs" else "rewards"])
+        assert bad.reshape(16, 4, -1).any(-1).nonzero()[1].tolist().count(2) >= 1
+        assert not bad.reshape(16, 4, -1).any(-1)[:, [0, 1, 3]].any()
+        action = postmortem["actions"][3, 2].tolist()
+    assert str(action) in message
+    state = continuous.load_checkpoint(logdir / "latest.pt")
+    assert state["counters"]["update"] == 1
+    assert all(torch.isfinite(tensor).all() for tensor in state["agent"].values())
+
+
+def test_a_broken_final_observation_stops_the_run_too(continuous: ModuleType, run_tiny: Run, tmp_path: Path) -> None:
+    """It is seen by the critic alone, in the bootstrap at a time limit."""
+    logdir = tmp_path / "run"
+    with pytest.raises(FloatingPointError):
+        run_tiny(env_id="Poison-obs-nan-v0", logdir=logdir, vec_env="sync", reset_steps=20, save_every=64)
+    state = continuous.load_checkpoint(logdir / "latest.pt")
+    assert state["counters"]["update"] == 1
+    assert all(torch.isfinite(tensor).all() for tensor in state["agent"].values())
+    assert (logdir / "postmortem.npz").exists()
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights(
+    continuous: ModuleType, run_tiny: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original, agents = continuous.ppo_gradients, []
+
+    def broken(agent: Any, minibatch: Any, args: Any) -> Any:
+        gradients, metrics = original(agent, minibatch, args)
+        agents.append(({k: v.clone() for k, v in agent.state_dict().items()}, agent))
+        if len(agents) == 3:
+            gradients[0][0] = math.nan
+        return gradients, metrics
+
+    monkeypatch.setattr(continuous, "ppo_gradients", broken)
+    with pytest.raises(FloatingPointError, match="gradient of update 1"):
+        run_tiny(logdir=tmp_path / "run", vec_env="sync")
+    before, agent = agents[2]
+    assert len(agents) == 3
+    for name, tensor in agent.state_dict().items():
+        assert torch.equal(tensor, before[name])
+    with np.load(tmp_path / "run" / "postmortem.npz") as postmortem:
+        assert len(postmortem.files) == 6
+
+
+def test_arguments_of_a_checkpoint_make_the_same_agent(continuous: ModuleType, run_tiny: Run) -> None:
+    """What `play` relies on: the arguments come back with their types, tuples as tuples and None as None."""
+    result = run_tiny(vec_env="sync", hidden_sizes=(5, 7, 3), max_grad_norm=None)
+    saved = continuous.load_checkpoint(Path(result["logdir"]) / "best.pt")["args"]
+    args = tiny_args(continuous, Path(result["logdir"]), vec_env="sync", hidden_sizes=(5, 7, 3), max_grad_norm=None)
+    assert saved == dataclasses.asdict(args)
+    assert isinstance(saved["hidden_sizes"], tuple)

@@ -1,0 +1,364 @@
+"""Nothing is lost: a run that was killed, anywhere and any number of times, ends as the unbroken run, to the last bit.
+
+Children are forked from the test process, which has everything imported; they are real processes and die real deaths.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NoReturn
+
+import pytest
+import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.conftest import assert_same, tiny_args, weights
+
+Run = Callable[..., dict[str, Any]]
+# 24 updates of 4 x 16 steps, saved after every second one, evaluated after every fifth.
+KILLABLE = {"total_timesteps": 24 * 64, "save_every": 128, "eval_every": 320}
+
+
+def fork(work: Callable[[], int | None], output: Path) -> int:
+    """Run `work` in a child process, its output in a file; returns the child's id. Exit code: what it returns, or 1."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        code = work() or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def wait(pid: int, seconds: float = 100) -> int:
+    """The exit code of a child, minus the signal if one ended it; it is killed after `seconds`, and that fails."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError(f"the child did not end within {seconds} s")
+
+
+def rows(logdir: Path) -> int:
+    """Updates logged so far."""
+    path = logdir / "progress.csv"
+    return max(path.read_bytes().count(b"\n") - 1, 0) if path.exists() else 0
+
+
+def assert_same_run(broken: Path, unbroken: Path) -> None:
+    """Weights, optimiser, normalisers, environments, generators, counters, scores and logs are those of one run."""
+    for name in ("latest.pt", "best.pt"):
+        states = [torch.load(logdir / name, weights_only=True) for logdir in (broken, unbroken)]
+        for state in states:
+            del state["args"], state["counters"]["seconds"]
+        assert_same(*states, where=name)
+    for name in ("progress.csv", "eval.csv"):
+        assert (broken / name).read_bytes() == (unbroken / name).read_bytes(), name
+
+
+def child_of(continuous: ModuleType, logdir: Path, values: dict[str, Any], prepare: Any = None) -> int:
+    """Start the run in a process of its own, or continue it if it has begun."""
+    args = tiny_args(continuous, logdir, resume=(logdir / "latest.pt").exists(), **values)
+
+    def work() -> None:
+        if prepare is not None:
+            prepare()
+        continuous.train(args)
+
+    return fork(work, logdir.parent / "output.txt")
+
+
+@pytest.fixture
+def quiet(continuous: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without curves.png, as in `run_tiny`; inherited by forked children."""
+    monkeypatch.setattr(continuous, "plot_curves", lambda logdir: None)
+
+
+# ---- kill -9 --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "kills"),
+    [
+        ({"env_id": "TwoQueue-v0", "vec_env": "subproc", "num_workers": 2}, 5),
+        ({"env_id": "Hopper-v5", "vec_env": "batch", "reset_steps": 30}, 3),
+        pytest.param({"env_id": "TwoQueue-v0", "vec_env": "subproc", "num_workers": 2}, 20, marks=pytest.mark.slow),
+        pytest.param({"env_id": "Hopper-v5", "vec_env": "batch", "reset_steps": 30}, 20, marks=pytest.mark.slow),
+    ],
+    ids=["subproc", "batch", "subproc-20", "batch-20"],
+)
+def test_a_run_killed_at_random_moments_ends_as_the_unbroken_one(
+    continuous: ModuleType, quiet: None, run_tiny: Run, tmp_path: Path, values: dict[str, Any], kills: int
+) -> None:
+    values = KILLABLE | values
+    unbroken = Path(run_tiny(logdir=tmp_path / "unbroken", **values)["logdir"])
+    logdir, rng, killed = tmp_path / "broken", random.Random(0), 0
+    (tmp_path / "output.txt").touch()
+    while killed < kills:
+        before = rows(logdir)
+        pid = child_of(continuous, logdir, values)
+        target = min(before, 20) + rng.choice([0, 0, 1, 1, 2])  # some die before their first update is done
+        deadline = time.monotonic() + 100
+        while rows(logdir) < target or not (logdir / "latest.pt").exists():
+            done, status = os.waitpid(pid, os.WNOHANG)
+            assert not done, (status, (tmp_path / "output.txt").read_text()[-2000:])
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+        time.sleep(rng.uniform(0, 0.05))
+        os.kill(pid, signal.SIGKILL)
+        if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL:
+            killed += 1
+        else:
+            break  # it was faster; the run is complete
+    assert killed >= kills // 2
+    assert wait(child_of(continuous, logdir, values)) == 0, (tmp_path / "output.txt").read_text()[-2000:]
+    assert_same_run(logdir, unbroken)
+
+
+def die_at(module: Any, name: str, call: int, half_done: Callable[..., Any] | None = None) -> Callable[[], None]:
+    """A preparation of the child: in its `call`-th call of `module.name` it kills itself."""
+
+    def prepare() -> None:
+        original, count = getattr(module, name), 0
+
+        def deadly(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            if count == call:
+                if half_done is not None:
+                    half_done(*args, **kwargs)
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*args, **kwargs)
+
+        setattr(module, name, deadly)
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    "moment", ["collecting", "learning", "evaluating", "writing", "linking", "renaming", "drawing", "ranking"]
+)
+def test_a_run_killed_at_an_awkward_moment_ends_as_the_unbroken_one(
+    continuous: ModuleType, quiet: None, run_tiny: Run, tmp_path: Path, moment: str
+) -> None:
+    """`writing`: half of a checkpoint is on the disk. `drawing`, `ranking`: the last update is done and saved."""
+    values = {"total_timesteps": 6 * 64, "save_every": 64, "eval_every": 128, "vec_env": "sync"}
+    unbroken = Path(run_tiny(logdir=tmp_path / "unbroken", **values)["logdir"])
+    prepare = {
+        "collecting": die_at(continuous, "check_finite", 3),
+        "learning": die_at(continuous, "ppo_gradients", 10),
+        "evaluating": die_at(continuous, "evaluate", 2),
+        "writing": die_at(torch, "save", 4, lambda state, file: file.write(b"PK\x03\x04 half a checkpoint")),
+        "linking": die_at(os, "link", 3),
+        "renaming": die_at(os, "replace", 3),
+        "drawing": die_at(continuous, "plot_curves", 1),
+        "ranking": die_at(continuous, "update_leaderboard", 1),
+    }[moment]
+    logdir = tmp_path / "broken"
+    assert wait(child_of(continuous, logdir, values, prepare)) == -signal.SIGKILL
+    assert wait(child_of(continuous, logdir, values)) == 0, (tmp_path / "output.txt").read_text()[-2000:]
+    assert_same_run(logdir, unbroken)
+    index = (tmp_path / "best").glob("*/index.json")
+    assert '"broken"' in next(index).read_text()
+
+
+def test_tensorboard_shows_one_curve_without_holes_or_doubled_points(
+    continuous: ModuleType, quiet: None, tmp_path: Path
+) -> None:
+    """Killed twice: what was logged up to the checkpoint is there, what came after it is there once."""
+    logdir, values = tmp_path / "run", KILLABLE | {"vec_env": "sync", "total_timesteps": 8 * 64}
+    for call in (4, 3):
+        assert wait(child_of(continuous, logdir, values, die_at(continuous, "check_finite", call))) == -signal.SIGKILL
+        time.sleep(1.1)  # event files are named by the second
+    assert wait(child_of(continuous, logdir, values)) == 0
+    events = EventAccumulator(str(logdir))
+    events.Reload()
+    steps = [event.step for event in events.Scalars("train/value_loss")]
+    assert steps == [64 * update for update in range(1, 9)]
+
+
+# ---- continuing on purpose ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("env_id", "vec_env"),
+    [
+        ("TwoQueue-v0", "sync"),
+        ("TwoQueue-v0", "async"),
+        ("TwoQueue-v0", "subproc"),
+        ("Hopper-v5", "batch"),
+        ("Hopper-v5", "sync"),
+        ("Hopper-v5", "subproc"),
+    ],
+)
+def test_a_run_may_be_extended_and_is_then_the_longer_run(run_tiny: Run, env_id: str, vec_env: str) -> None:
+    """At a constant learning rate: three updates and three more are six."""
+    values = {"env_id": env_id, "vec_env": vec_env, "reset_steps": 10, "eval_every": 64, "anneal_lr": False}
+    whole = Path(run_tiny(total_timesteps=384, **values)["logdir"])
+    parts = Path(run_tiny(total_timesteps=192, **values)["logdir"])
+    result = run_tiny(logdir=parts, total_timesteps=384, resume=True, **values)
+    assert (result["update"], result["global_step"]) == (6, 384)
+    assert_same_run(parts, whole)
+
+
+def test_an_extended_run_anneals_towards_its_new_end(run_tiny: Run) -> None:
+    """The learning rate is a function of the share of updates done: 1, 2/3, 1/3, then 3/6, 2/6, 1/6 to go."""
+    first = run_tiny(total_timesteps=192, learning_rate=6e-4)
+    run_tiny(logdir=first["logdir"], total_timesteps=384, learning_rate=6e-4, resume=True)
+    header, *lines = (Path(first["logdir"]) / "progress.csv").read_text().splitlines()
+    column = header.split(",").index("train/learning_rate")
+    rates = [float(line.split(",")[column]) for line in lines]
+    assert rates == pytest.approx([6e-4, 4e-4, 2e-4, 3e-4, 2e-4, 1e-4])
+
+
+def test_workers_evaluations_and_saves_may_change_and_do_not_matter(run_tiny: Run) -> None:
+    whole = run_tiny(total_timesteps=384, vec_env="subproc", anneal_lr=False)
+    first = run_tiny(total_timesteps=192, vec_env="subproc", anneal_lr=False)
+    changes = {"num_workers": 2, "eval_every": 64, "save_every": 64, "eval_episodes": 3}
+    run_tiny(logdir=first["logdir"], total_timesteps=384, vec_env="subproc", anneal_lr=False, resume=True, **changes)
+    assert_same(weights(first["logdir"]), weights(whole["logdir"]))
+
+
+def test_a_finished_run_can_be_resumed_and_stays_as_it_is(run_tiny: Run) -> None:
+    first = run_tiny()
+    logdir = Path(first["logdir"])
+    before = {name: (logdir / name).read_bytes() for name in ("progress.csv", "eval.csv", "best.pt")}
+    again = run_tiny(logdir=logdir, resume=True)
+    assert again["mean_return"] == first["mean_return"]
+    assert again["update"] == 3
+    assert {name: (logdir / name).read_bytes() for name in before} == before
+
+
+FLAGS = (
+    "--env-id TwoQueue-v0 --vec-env sync --num-envs 4 --num-steps 16 --num-minibatches 2 --update-epochs 2 "
+    "--no-compile --eval-episodes 2 --eval-every 0 --reset-steps 10 --torch-threads 1"
+)
+
+
+@pytest.mark.parametrize("style", ["--logdir {}", "--logdir={}"])
+def test_the_command_line_takes_the_arguments_from_the_run(
+    continuous: ModuleType, quiet: None, run_main: Any, tmp_path: Path, style: str
+) -> None:
+    """`--resume --logdir D` is enough, and --total-timesteps extends."""
+    logdir = style.format(tmp_path / "run").split()
+    assert run_main(*FLAGS.split(), *logdir, "--total-timesteps", "192")[0] == 0
+    code, out, err = run_main("--resume", *logdir, "--total-timesteps", "320")
+    assert (code, err) == (0, "")
+    assert "continuing after step 192" in out
+    assert rows(tmp_path / "run") == 5
+    assert run_main("--resume", *logdir)[0] == 0  # complete: nothing to do
+    assert rows(tmp_path / "run") == 5
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("--num-envs 8", ("--num-envs", "4", "8")),
+        ("--seed 2", ("--seed", "1", "2")),
+        ("--gamma 0.9", ("--gamma", "0.99", "0.9")),
+        ("--env-id Target-v0", ("--env-id", "TwoQueue-v0", "Target-v0")),
+        ("--hidden-sizes 16 16", ("--hidden-sizes", "(64, 64)", "(16, 16)")),
+    ],
+)
+def test_what_would_make_it_another_run_is_refused_with_both_values(
+    continuous: ModuleType, quiet: None, run_main: Any, tmp_path: Path, change: str, named: tuple[str, ...]
+) -> None:
+    logdir = ["--logdir", str(tmp_path / "run")]
+    assert run_main(*FLAGS.split(), *logdir, "--total-timesteps", "64")[0] == 0
+    before = (tmp_path / "run" / "latest.pt").read_bytes()
+    code, _, err = run_main("--resume", *logdir, *change.split())
+    assert code == 2
+    assert err.count("\n") == 1
+    for word in named:
+        assert word in err
+    assert (tmp_path / "run" / "latest.pt").read_bytes() == before
+
+
+def test_a_folder_with_a_run_is_not_overwritten(quiet: None, run_main: Any, tmp_path: Path) -> None:
+    argv = [*FLAGS.split(), "--logdir", str(tmp_path / "run"), "--total-timesteps", "64"]
+    assert run_main(*argv)[0] == 0
+    before = (tmp_path / "run" / "progress.csv").read_bytes()
+    code, _, err = run_main(*argv)
+    assert code == 2
+    assert "--resume" in err
+    assert (tmp_path / "run" / "progress.csv").read_bytes() == before
+
+
+# ---- signals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=lambda x: str(int(x))
+)
+def test_a_signal_ends_the_run_cleanly_and_it_can_go_on(
+    continuous: ModuleType, quiet: None, run_tiny: Run, tmp_path: Path, signum: int, code: int
+) -> None:
+    """The update under way is finished and saved, the message says how to continue, and the end is the same."""
+    logdir, output = tmp_path / "run", tmp_path / "output.txt"
+    argv = [*FLAGS.split(), "--logdir", str(logdir), "--total-timesteps", str(64 * 4000), "--no-anneal-lr"]
+    pid = fork(lambda: continuous.main(argv), output)
+    deadline = time.monotonic() + 100
+    while rows(logdir) < 3 and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.kill(pid, signum)
+    assert wait(pid) == code
+    state = torch.load(logdir / "latest.pt", weights_only=True)
+    assert state["counters"]["update"] == rows(logdir) < 4000
+    text = output.read_text()
+    assert "Traceback" not in text
+    assert f"--resume --logdir {logdir}" in text.splitlines()[-1].replace("\r", "")
+
+    steps = state["counters"]["global_step"]
+    resumed = ["--resume", "--logdir", str(logdir), "--total-timesteps", str(steps + 128)]
+    assert wait(fork(lambda: continuous.main(resumed), output)) == 0
+    whole = fork(
+        lambda: continuous.main([*argv[:-5], "--logdir", str(tmp_path / "whole"), "--total-timesteps",
+                                 str(steps + 128), "--no-anneal-lr"]), output
+    )  # fmt: skip
+    assert wait(whole) == 0, output.read_text()[-2000:]
+    assert_same(weights(logdir), weights(tmp_path / "whole"))
+
+
+def test_a_second_interrupt_stops_at_once(continuous: ModuleType, quiet: None, tmp_path: Path) -> None:
+    logdir, started = tmp_path / "run", tmp_path / "started"
+
+    def stuck(*args: Any) -> NoReturn:
+        started.touch()
+        while True:
+            time.sleep(60)
+
+    def work() -> int:
+        continuous.compute_gae = stuck
+        return continuous.main([*FLAGS.split(), "--logdir", str(logdir), "--total-timesteps", "640"])
+
+    pid = fork(work, tmp_path / "output.txt")
+    deadline = time.monotonic() + 100
+    while not started.exists() and time.monotonic() < deadline:
+        time.sleep(0.002)
+    os.kill(pid, signal.SIGINT)
+    time.sleep(0.3)
+    assert os.waitpid(pid, os.WNOHANG) == (0, 0)  # the first one waits for the update to be finished
+    os.kill(pid, signal.SIGINT)
+    assert wait(pid) != 0
+    assert torch.load(logdir / "latest.pt", weights_only=True)["counters"]["update"] == 0

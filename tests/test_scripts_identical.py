@@ -1,0 +1,121 @@
+"""What the three scripts share they say in the same words; what differs is the domain, and is listed here.
+
+So `diff ppo_continuous_mujoco.py ppo_cage2_parallel.py` shows what the domain changes. These tests read the scripts
+of the repository; a copy given by --script may change what it likes.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+SCRIPTS = sorted(ROOT.glob("ppo_*.py"))
+
+# Functions and classes of the same name that differ, and why they must.
+DIFFERENT = {
+    "Args": "each domain has flags and defaults of its own",
+    "validate": "each domain has limits of its own",
+    "Agent": "pixels, robots and hosts; Gaussian and categorical policies",
+    "gumbel_noise": "made like the logits at hand, or of a shape on a device",
+    "make_envs": "each domain has its own environments and wrappers",
+    "evaluate": "success, play from random starts, and games of several lengths are measured differently",
+    "plot_curves": "each domain has a panel of its own",
+    "Counters": "each domain counts something of its own",
+    "train": "frames, cuts and hints of the domain",
+    "PlayArgs": "each domain shows something else",
+    "play": "each domain shows something else",
+}
+
+# The details of "The 37 implementation details of PPO" that every script has, and those of its domain.
+COMMON_DETAILS = set(range(2, 13))
+DOMAIN_DETAILS = {
+    "ppo_atari_mario": {21, 22},
+    "ppo_cage2_parallel": {13, 26},
+    "ppo_continuous_mujoco": {13, 23, 24, 25, 26, 27, 28, 29, 30, 31},
+}
+
+
+@cache
+def definitions() -> dict[str, dict[str, str]]:
+    """name -> script -> source text, decorators included, of top-level functions and classes."""
+    found: dict[str, dict[str, str]] = defaultdict(dict)
+    for path in SCRIPTS:
+        source = path.read_text()
+        lines = source.splitlines()
+        for node in ast.parse(source).body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+                found[node.name][path.stem] = "\n".join(lines[first - 1 : node.end_lineno])
+    return found
+
+
+def shared_names() -> list[str]:
+    return sorted(name for name, texts in definitions().items() if len(texts) > 1)
+
+
+def test_there_are_three_scripts_and_much_that_they_share() -> None:
+    assert [path.stem for path in SCRIPTS] == ["ppo_atari_mario", "ppo_cage2_parallel", "ppo_continuous_mujoco"]
+    assert len([name for name in shared_names() if name not in DIFFERENT]) >= 25
+
+
+@pytest.mark.parametrize("name", shared_names())
+def test_the_same_name_is_the_same_text_unless_listed(name: str) -> None:
+    texts = definitions()[name]
+    if name in DIFFERENT:
+        assert len(set(texts.values())) > 1, f"{name} is the same in {', '.join(texts)}: take it off DIFFERENT"
+        return
+    first, *others = texts
+    for other in others:
+        ours, theirs = texts[first].splitlines(), texts[other].splitlines()
+        changed = [f"{a!r} / {b!r}" for a, b in zip(ours, theirs, strict=False) if a != b]
+        assert texts[first] == texts[other], f"{name} of {first} and {other} differ, first in {changed[:1]}"
+
+
+def test_the_list_of_differences_names_only_what_is_shared() -> None:
+    assert set(DIFFERENT) <= set(shared_names())
+
+
+@pytest.mark.parametrize("name", ["compute_gae", "normalize_advantages", "ppo_loss", "explained_variance", "crossed"])
+def test_the_mathematics_is_in_every_script(name: str) -> None:
+    assert len(definitions()[name]) == 3
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_details_are_tagged_where_they_live(path: Path) -> None:
+    tags = re.findall(r"\bdetails? (\d+(?:(?:, | and )\d+)*)", path.read_text())
+    numbers = {int(number) for tag in tags for number in re.findall(r"\d+", tag)}
+    assert numbers == COMMON_DETAILS | DOMAIN_DETAILS[path.stem]
+    assert numbers <= set(range(1, 38))
+
+
+def imports_of(path: Path) -> set[str]:
+    """All modules that a file imports, wherever the import stands; relative ones from their package."""
+    modules: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            modules |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = ".".join(path.relative_to(ROOT).parts[: -node.level]) if node.level else ""
+            modules.add(".".join(part for part in (base, node.module) if part))
+    return modules
+
+
+@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
+def test_a_script_imports_environments_and_packages_but_no_other_script(path: Path) -> None:
+    tops = {module.partition(".")[0] for module in imports_of(path)}
+    assert not tops & ({script.stem for script in SCRIPTS} | {"tests", "benchmarks", "docs"})
+    assert "envs" in tops
+    assert "torch" in tops
+
+
+@pytest.mark.parametrize("path", sorted(ROOT.glob("envs/**/*.py")), ids=lambda path: str(path.relative_to(ROOT)))
+def test_environments_import_neither_torch_nor_scripts(path: Path) -> None:
+    tops = {module.partition(".")[0] for module in imports_of(path)}
+    assert not tops & {"torch", "tests", "benchmarks", "docs", *(script.stem for script in SCRIPTS)}
