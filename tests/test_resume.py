@@ -72,9 +72,18 @@ def assert_same_run(broken: Path, unbroken: Path) -> None:
         states = [torch.load(logdir / name, weights_only=True) for logdir in (broken, unbroken)]
         for state in states:
             del state["args"], state["counters"]["seconds"]
+            drop_derived(state["envs"])
         assert_same(*states, where=name)
     for name in ("progress.csv", "eval.csv"):
         assert (broken / name).read_bytes() == (unbroken / name).read_bytes(), name
+
+
+def drop_derived(state: Any) -> None:
+    """MuJoCo's derived arrays, where Gymnasium's own robots are saved, have entries that nothing has written to."""
+    if isinstance(state, dict):
+        state.pop("derived", None)
+    for inner in state.values() if isinstance(state, dict) else state if isinstance(state, list) else ():
+        drop_derived(inner)
 
 
 def child_of(continuous: ModuleType, logdir: Path, values: dict[str, Any], prepare: Any = None) -> int:
@@ -285,7 +294,7 @@ def test_what_would_make_it_another_run_is_refused_with_both_values(
     continuous: ModuleType, quiet: None, run_main: Any, tmp_path: Path, change: str, named: tuple[str, ...]
 ) -> None:
     logdir = ["--logdir", str(tmp_path / "run")]
-    assert run_main(*FLAGS.split(), *logdir, "--total-timesteps", "64")[0] == 0
+    assert run_main(*FLAGS.split(), *logdir, "--total-timesteps", "128")[0] == 0
     before = (tmp_path / "run" / "latest.pt").read_bytes()
     code, _, err = run_main("--resume", *logdir, *change.split())
     assert code == 2
