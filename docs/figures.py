@@ -188,8 +188,8 @@ def epochs() -> Numbers:
         exact, fractions, largest = [], [], []
         for _ in range(60):
             for part in torch.randperm(2048).split(256):
-                batch = (x[part] for x in (obs, actions, old_log_probs, zeros, advantages, zeros))
-                loss, _ = ppo.ppo_loss(agent, *batch, args)
+                batch: Any = [x[part] for x in (obs, actions, old_log_probs, zeros, advantages, zeros)]
+                loss, _ = ppo.ppo_loss(agent, *batch, args=args)
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -222,10 +222,11 @@ def kl() -> Numbers:
             parameter.zero_()
         obs, zeros = torch.zeros(256, 1), torch.zeros(256)
         estimates: dict[str, list[float]] = {"old_approx_kl": [], "approx_kl": []}
+        last_layer: Any = agent.actor_mean[-1]
         for _ in range(2000):
-            agent.actor_mean[-1].bias.zero_()
+            last_layer.bias.zero_()
             actions, old_log_probs, _, _ = agent.get_action_and_value(obs)
-            agent.actor_mean[-1].bias.fill_(0.2)
+            last_layer.bias.fill_(0.2)
             _, metrics = ppo.ppo_loss(agent, obs, actions, old_log_probs, zeros, zeros, zeros, args)
             for name, values in estimates.items():
                 values.append(float(metrics[name]))
@@ -307,8 +308,9 @@ def variance_of_groups(
         advantages, returns = ppo.compute_gae(
             rewards, values, rows("values", extra=1), no, no, args.gamma, args.gae_lambda
         )
-        batch = (rows("obs"), rows("actions"), rows("log_probs"), values, advantages, returns)
-        loss, _ = ppo.ppo_loss(agent, *(x.flatten(0, 1) for x in batch), args)
+        columns = (rows("obs"), rows("actions"), rows("log_probs"), values, advantages, returns)
+        batch: Any = [x.flatten(0, 1) for x in columns]
+        loss, _ = ppo.ppo_loss(agent, *batch, args=args)
         gradients.append(torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, actor)]))
     stacked = torch.stack(gradients)
     return float(stacked.var(0).sum()), float(stacked.mean(0).square().sum())
