@@ -36,9 +36,9 @@ def require_numeric(space: Space, role: str) -> None:
     elif not isinstance(space, Box | Discrete | MultiDiscrete | MultiBinary):
         in_gymnasium = type(space).__module__.startswith("gymnasium.spaces")
         raise (TypeError if in_gymnasium else ValueError)(
-            f"SubprocVecEnv shares {role}s as arrays, so it serves Box, Discrete, MultiDiscrete, MultiBinary and Dict "
-            f"or Tuple of them, but not the {role} space {space}: wrap the environment so that its {role}s are "
-            "numeric, or use gymnasium.vector.SyncVectorEnv."
+            f"The {role} space {space} has a dynamic shape so its not possible to make a static shared memory. "
+            "SubprocVecEnv serves Box, Discrete, MultiDiscrete, MultiBinary and Dict or Tuple of them: wrap the "
+            f"environment so that its {role}s are numeric, or use gymnasium.vector.SyncVectorEnv."
         )
 
 
@@ -75,11 +75,13 @@ def write_tree(target: Any, value: Any) -> None:
 
     Raises:
         ValueError: if a shape differs (NumPy alone would broadcast many a wrong shape without a word).
+        TypeError: for a single number in place of an array.
     """
     if isinstance(target, np.ndarray):
         shape = value.shape if isinstance(value, np.ndarray) else np.shape(value)
         if shape != target.shape:
-            raise ValueError(f"expected an array of shape {target.shape}, got one of shape {shape}")
+            error = ValueError if shape else TypeError
+            raise error(f"expected an array of shape {target.shape}, got one of shape {shape}")
         target[...] = value
     elif isinstance(target, dict):
         for key, part in target.items():
@@ -105,7 +107,8 @@ class SharedBatch:
 
     Attributes:
         observations: nested arrays (num_envs, *shape) of the observation space's dtypes.
-        actions: nested arrays (num_envs, *shape) of the action space's dtypes.
+        actions: nested arrays (num_envs, *shape) of the action space's dtypes, but single reals as float64: those
+            reach the environment as np.float64, which is a Python float, and keep what precision the caller gave.
         rewards: (num_envs,) float64. terminations, truncations: (num_envs,) bool.
         control: (num_workers, 8) int64, a cache line per worker; its columns are named in `envs/_subproc_worker.py`.
         infos: (num_envs, MAX_INFO_KEYS) float64, some really int64; has_info: (num_envs,) bool; see InfoWriter.
@@ -132,6 +135,10 @@ class SharedBatch:
 
     def _place_arrays(self) -> None:
         observation_space, action_space, num_envs, num_workers = self.arguments
+
+        def cell(part: Space) -> Any:
+            return np.float64 if part.shape == () and np.issubdtype(part.dtype, np.floating) else part.dtype
+
         self._used = 0
         self.control = self._array((num_workers, CACHE_LINE // 8), np.int64)
         self.rewards = self._array((num_envs,), np.float64)
@@ -139,7 +146,7 @@ class SharedBatch:
         self.truncations = self._array((num_envs,), np.bool_)
         self.infos = self._array((num_envs, MAX_INFO_KEYS), np.float64)
         self.has_info = self._array((num_envs,), np.bool_)
-        self.actions = map_space(action_space, lambda part: self._array((num_envs, *(part.shape or ())), part.dtype))
+        self.actions = map_space(action_space, lambda part: self._array((num_envs, *(part.shape or ())), cell(part)))
         self.observations = map_space(
             observation_space, lambda part: self._array((num_envs, *(part.shape or ())), part.dtype)
         )

@@ -23,7 +23,7 @@ import numpy as np
 from gymnasium import Env, Space, logger
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
 from gymnasium.spaces.utils import is_space_dtype_shape_equiv
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
 from envs._shared_memory import (
@@ -57,7 +57,8 @@ class SubprocVecEnv(VectorEnv):
         context: "fork", "forkserver", "spawn", or None for Python's default. Fork starts fastest and takes the
             least memory; the others run the main script again in each worker, up to `if __name__ == "__main__":`.
         daemon: whether workers are daemonic processes, which may not start multiprocessing children themselves.
-        worker: must be None: AsyncVectorEnv's custom workers serve one environment each.
+        worker: a custom worker function serves one environment by AsyncVectorEnv's own protocol, so with it you get
+            an AsyncVectorEnv, which knows only the keywords that the two have in common.
         observation_mode: "same", "different" or (batched space, single space), as in AsyncVectorEnv.
         autoreset_mode: what follows the end of an episode. The default, NEXT_STEP, is AsyncVectorEnv's. The PPO
             scripts use SAME_STEP: the ending step returns the next episode's first observation and keeps what it
@@ -79,10 +80,21 @@ class SubprocVecEnv(VectorEnv):
         WorkerError: if a constructor raises (it is then also of that exception's type), exits, crashes or hangs.
     """
 
+    def __new__(
+        cls, env_fns: Sequence[Callable[[], Env]], num_workers: int | None = None, *, worker: Any = None, **options: Any
+    ) -> Any:
+        """Hand over to AsyncVectorEnv if there is a custom `worker`."""
+        if worker is None:
+            return super().__new__(cls)
+        if num_workers is not None:
+            raise ValueError("A custom `worker` serves one environment, so give no `num_workers` with it.")
+        return AsyncVectorEnv(env_fns, worker=worker, **options)
+
     def __init__(
         self,
         env_fns: Sequence[Callable[[], Env]],
         num_workers: int | None = None,
+        *,
         shared_memory: bool = True,
         copy: bool = True,
         context: str | None = None,
@@ -97,8 +109,6 @@ class SubprocVecEnv(VectorEnv):
     ) -> None:
         if not env_fns:
             raise ValueError("`env_fns` is empty, but SubprocVecEnv needs at least one environment.")
-        if worker is not None:
-            raise ValueError("SubprocVecEnv takes no custom `worker`, because its workers step several environments.")
         if on_worker_failure not in ("raise", "restart"):
             raise ValueError(f"`on_worker_failure` must be 'raise' or 'restart', got {on_worker_failure!r}.")
         if step_timeout is not None and not step_timeout > 0:
@@ -258,7 +268,7 @@ class SubprocVecEnv(VectorEnv):
 
         Raises:
             ClosedEnvironmentError: after `close`. AlreadyPendingCallError: if another call is pending.
-            ValueError: if `actions` has the wrong shape.
+            ValueError, TypeError: if `actions` has the wrong shape, or is a single number.
         """
         self._assert_free("step_async")
         write_tree(self._shared.actions, actions)

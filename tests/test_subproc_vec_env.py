@@ -358,7 +358,8 @@ def test_bad_arguments_are_refused_before_any_process_starts() -> None:
         ({"max_concurrency": "2"}, "`max_concurrency` must be an integer or None, got"),
         ({"on_worker_failure": "ignore"}, "'raise' or 'restart', got 'ignore'"),
         ({"step_timeout": 0.0}, "`step_timeout` must be a positive number of seconds or None, got 0.0"),
-        ({"worker": print}, "takes no custom `worker`"),
+        ({"num_workers": 1, "worker": print}, "give no `num_workers`"),
+        ({"worker": lambda index, env_fn: None}, "A custom `worker` must accept 8 arguments"),
         ({"autoreset_mode": "Sometimes"}, "Sometimes"),
         ({"context": "thread"}, "thread"),
     ]:
@@ -413,6 +414,8 @@ def test_actions_of_a_wrong_shape_are_refused_and_do_no_harm() -> None:
     with pytest.raises(ValueError, match=re.escape("expected an array of shape (3, 2), got one of shape (2,)")):
         envs.step(np.zeros(2))
     assert envs.step(np.zeros((3, 2)))[0].shape == (3, 2)
+    with pytest.raises(TypeError, match=re.escape("expected an array of shape (3, 2), got one of shape ()")):
+        envs.step(0)
     with pytest.raises(ValueError, match="length must match num_envs=3 but got length=2"):
         envs.reset(seed=[1, 2])
     with pytest.raises(ValueError, match="Got `2` values for 3 environments"):
