@@ -30,11 +30,8 @@ import tests.known_values  # noqa: F401  (registers KnownValues-v0, Target-v0 an
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Equal runs give equal verdicts; a mutant is only to be caught, so nobody waits for the smallest counterexample.
+# Equal runs give equal verdicts.
 hypothesis.settings.register_profile("default", derandomize=True, deadline=None, database=None)
-hypothesis.settings.register_profile(
-    "mutant", derandomize=True, deadline=None, database=None, phases=[hypothesis.Phase.generate]
-)
 hypothesis.settings.load_profile("default")
 
 # (observation space, action space) of one environment, as small as each script's agent allows.

@@ -6,13 +6,15 @@ somebody else do it, and find it with `pytest --script my_copy.py`.
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
-from tests.conftest import ROOT
+from tests import test_ppo_math, test_teaching_numbers
+from tests.conftest import ROOT, load_script
 from tests.test_resume import fork, wait
 
 
@@ -41,7 +43,7 @@ BUGS = {
     "the recursion runs across episodes": Bug(
         "decay = gamma * gae_lambda * (1 - ended)",
         "decay = gamma * gae_lambda + 0 * ended",
-        "test_an_exact_critic_gives_zero_advantages or test_gae_equals_its_definition_as_a_double_sum",
+        "test_a_termination_drops_the_next_value_and_cuts_the_recursion",
     ),
     "the recursion runs across time limits": Bug(
         "gae_lambda * (1 - ended)",
@@ -205,19 +207,35 @@ BUGS = {
     ),
 }  # fmt: skip
 
-# The mathematics is checked in moments; of the bugs of the loop, which take a short run each, a few in every test run.
+# The mathematics is checked in moments; of the bugs of the loop, which take pytest and a run each, a few every time.
 ALWAYS = ("the reset observation is bootstrapped", "the action is clipped before its log-probability")
 
 
-def run_test(script: Path, test: str, output: Path) -> int:
-    """Pytest's exit code for one test on a script, in a forked process: 0 passed, 1 failed."""
+def run_function(script: ModuleType, test: str) -> None:
+    """Call the tests of the mathematics whose names begin so, with all their parameters; raises what they raise."""
     file, _, name = test.rpartition("::")
-    argv = [str(ROOT / "tests" / f"{file or 'test_ppo_math'}.py"), "-k", name, "--script", str(script), "-x", "-q"]
-    argv += ["-p", "no:cacheprovider", "--hypothesis-profile=mutant", "-m", "not slow", "--rootdir", str(ROOT)]
-    return wait(fork(lambda: int(pytest.main(argv)), output))
+    module = {"": test_ppo_math, "test_teaching_numbers": test_teaching_numbers}[file]
+    functions = [function for key, function in vars(module).items() if key.startswith(name)]
+    assert functions, test
+    for function in functions:
+        cases = [mark.args for mark in getattr(function, "pytestmark", []) if mark.name == "parametrize"]
+        for values in itertools.product(*(rows for _, rows in cases)):
+            arguments: dict[str, Any] = {}
+            for (names, _), row in zip(cases, values, strict=True):
+                arguments |= {names: row} if isinstance(names, str) else dict(zip(names, row, strict=True))
+            function(script=script, **arguments)
 
 
-def parameters() -> list[object]:
+def run_pytest(script: Path, test: str, output: Path) -> int:
+    """Pytest's exit code for one test of the loop, in a forked process: 0 passed, 1 failed."""
+    file, _, name = test.rpartition("::")
+    argv = [str(ROOT / "tests" / f"{file}.py"), "-k", name, "--script", str(script), "-x", "-q"]
+    argv += ["-p", "no:cacheprovider", "-m", "not slow", "--rootdir", str(ROOT)]
+    return wait(fork(lambda: int(pytest.main(argv)), output), 300)
+
+
+def parameters() -> list[Any]:
+    """The names of the bugs; slow are those of the loop, but for a few."""
     slow = [name for name, bug in BUGS.items() if bug.caught_by.startswith(LOOP) and name not in ALWAYS]
     return [pytest.param(name, marks=pytest.mark.slow if name in slow else ()) for name in BUGS]
 
@@ -230,15 +248,23 @@ def test_a_planted_bug_is_caught(continuous: ModuleType, name: str, tmp_path: Pa
         assert Path(str(continuous.__file__)).parent != ROOT, f"{bug.old!r} stands {source.count(bug.old)} times there"
         pytest.skip(f"the copy does not have {bug.old!r} (once)")
     mutant.write_text(source.replace(bug.old, bug.new))
-    assert run_test(mutant, bug.caught_by, output) == 1, f"{bug.caught_by} let pass: {name}\n{output.read_text()}"
+    if bug.caught_by.startswith(LOOP):
+        assert run_pytest(mutant, bug.caught_by, output) == 1, f"{bug.caught_by}: {output.read_text()}"
+        return
+    run_function(continuous, bug.caught_by)  # passes on the script itself
+    try:
+        run_function(load_script(mutant), bug.caught_by)
+    except Exception:
+        return
+    pytest.fail(f"{bug.caught_by} let pass: {name}")
 
 
-def test_the_script_without_a_bug_passes(continuous: ModuleType, tmp_path: Path) -> None:
+def test_the_loop_without_a_bug_passes(continuous: ModuleType, tmp_path: Path) -> None:
     """So that a mutant which fails does so for its bug."""
-    healthy = tmp_path / "healthy.py"
+    healthy, output = tmp_path / "healthy.py", tmp_path / "output.txt"
     healthy.write_text(Path(str(continuous.__file__)).read_text())
-    for test in (KNOWN_VALUES, " or ".join({bug.caught_by for bug in BUGS.values() if "::" not in bug.caught_by})):
-        assert run_test(healthy, test, tmp_path / "output.txt") == 0, (tmp_path / "output.txt").read_text()
+    tests = {BUGS[name].caught_by.removeprefix(LOOP) for name in ALWAYS}
+    assert run_pytest(healthy, LOOP + " or ".join(sorted(tests)), output) == 0, output.read_text()
 
 
 def test_there_are_enough_bugs_and_each_is_its_own() -> None:
