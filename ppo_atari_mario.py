@@ -31,6 +31,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -210,20 +211,21 @@ def known_args(values: dict[str, Any]) -> Args:
     return Args(**{name: value for name, value in values.items() if name in Args.__dataclass_fields__})
 
 
+def require(values: Any, condition: str, holds: Callable[[Any], bool], *names: str) -> None:
+    """Raise UsageError for the first of the named values, None aside, for which `holds` is false."""
+    for name in names:
+        value = getattr(values, name)
+        if value is not None and not holds(value):
+            raise UsageError(f"{flag(name)} must be {condition}, not {value}.")
+
+
 def check_ranges(args: Args) -> None:
     """Raise UsageError for a value outside its range: what holds for every PPO script."""
-    ranges = {
-        "at least 1": (lambda x: x >= 1, ["total_timesteps", "num_envs", "num_steps", "num_minibatches",
-                                          "update_epochs", "eval_episodes", "torch_threads", "num_workers"]),
-        "positive": (lambda x: x > 0, ["learning_rate", "clip_coef", "max_grad_norm", "target_kl"]),
-        "at least 0": (lambda x: x >= 0, ["eval_every", "save_every", "ent_coef", "vf_coef", "seed"]),
-        "in [0, 1]": (lambda x: 0 <= x <= 1, ["gamma", "gae_lambda"]),
-    }  # fmt: skip
-    for condition, (holds, names) in ranges.items():
-        for name in names:
-            value = getattr(args, name)
-            if value is not None and not holds(value):
-                raise UsageError(f"{flag(name)} must be {condition}, not {value}.")
+    require(args, "at least 1", lambda x: x >= 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches",
+            "update_epochs", "eval_episodes", "torch_threads", "num_workers")  # fmt: skip
+    require(args, "positive", lambda x: x > 0, "learning_rate", "clip_coef", "max_grad_norm", "target_kl")
+    require(args, "at least 0", lambda x: x >= 0, "eval_every", "save_every", "ent_coef", "vf_coef", "seed")
+    require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "gamma", "gae_lambda")
     batch = f"{args.batch_size} (num_envs {args.num_envs} x num_steps {args.num_steps})"
     if args.total_timesteps < args.batch_size:
         raise UsageError(f"--total-timesteps {args.total_timesteps} is less than one batch of {batch}.")
@@ -252,8 +254,7 @@ def validate(args: Args) -> None:
         raise UsageError(str(error)) from None
     if args.gamma == 1 and args.stuck_steps == 0:
         raise UsageError("--gamma 1 needs episodes that end soon: set --stuck-steps above 0 or --gamma below 1.")
-    if args.feature_dim < 1 or args.video_episodes < 1 or args.video_fps <= 0:
-        raise UsageError("--feature-dim, --video-episodes and --video-fps must be positive.")
+    require(args, "at least 1", lambda x: x >= 1, "feature_dim", "video_episodes", "video_fps")
 
 
 # ==========================================================================================================
@@ -1092,6 +1093,9 @@ class PlayArgs:
 
 def play(play_args: PlayArgs) -> dict[str, Any]:
     """Play a checkpoint. Prints a line an episode and, as the last line, the summary as JSON that it returns."""
+    require(play_args, "at least 1", lambda x: x >= 1, "episodes", "gif_fps")
+    if play_args.render and importlib.util.find_spec("pygame") is None:
+        raise UsageError("--render needs a window from pygame: pip install pygame, or use --save-gif.")
     logdir = Path(play_args.logdir)
     name = play_args.checkpoint
     checkpoint = load_checkpoint(logdir / f"{name}.pt" if name in ("best", "latest") else Path(name))

@@ -129,10 +129,11 @@ def test_flags_win_over_presets() -> None:
         (["--sticky-action-probability", "1.5"], ["1.5", "below 1"]),
         (["--gamma", "1", "--stuck-steps", "0"], ["--gamma 1", "--stuck-steps"]),
         (["--skip", "0"], ["skip=0"]),
-        (["--feature-dim", "0"], ["--feature-dim"]),
+        (["--feature-dim", "0"], ["--feature-dim must be at least 1, not 0"]),
         (["--total-timesteps", "1000"], ["1000", "4096"]),
         (["--resume"], ["--logdir"]),
         (["play", "--logdir", "/nowhere"], ["/nowhere/best.pt"]),
+        (["play", "--logdir", "/nowhere", "--episodes", "0"], ["--episodes must be at least 1, not 0"]),
     ],
 )
 def test_what_cannot_work_is_refused_in_one_sentence(
