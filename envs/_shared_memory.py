@@ -65,6 +65,16 @@ def row_of(tree: Any, index: int) -> Any:
     return map_tree(tree, lambda array: array[index, ...])  # without the dots, a number would come as a copy
 
 
+def rows_of(tree: Any, rows: slice) -> Any:
+    """Return views of some rows of every array of `tree`; of all rows the arrays themselves."""
+    return map_tree(tree, lambda array: array if rows == slice(0, len(array)) else array[rows])
+
+
+def rows_of_infos(infos: dict[str, Any], rows: slice) -> dict[str, Any]:
+    """Return some rows of infos in Gymnasium's vector format."""
+    return {key: rows_of_infos(part, rows) if isinstance(part, dict) else part[rows] for key, part in infos.items()}
+
+
 def copy_of_row(tree: Any, index: int) -> Any:
     """Return copies of row `index` of every array of `tree`."""
     return map_tree(tree, lambda array: array[index].copy())
@@ -205,19 +215,19 @@ def cell_format(kind: type) -> str | None:
     return "d" if issubclass(kind, float | np.float32 | np.float16) else None
 
 
-def read_infos(batch: SharedBatch, layouts: dict[InfoLayout, list[int]]) -> dict[str, Any]:
+def read_infos(batch: SharedBatch, layouts: dict[InfoLayout, list[int]], rows: slice) -> dict[str, Any]:
     """Return the rows that InfoWriters wrote in Gymnasium's vector format.
 
     Args:
         layouts: which environments (indices) write their rows in which layout.
+        rows: of the environments to read; the others, which may be stepping, count as having no info.
     """
     infos: dict[str, Any] = {}
     num_envs = len(batch.has_info)
     for layout, env_indices in layouts.items():
-        present = batch.has_info
-        if len(env_indices) < num_envs:
-            present = np.zeros(num_envs, dtype=np.bool_)
-            present[env_indices] = batch.has_info[env_indices]
+        present = np.zeros(num_envs, dtype=np.bool_)
+        present[env_indices] = batch.has_info[env_indices]
+        present[: rows.start] = present[rows.stop :] = False
         if not present.any():
             continue
         for column, (key, kind) in enumerate(layout):

@@ -26,14 +26,12 @@ from gymnasium.vector import AutoresetMode
 from envs._shared_memory import InfoWriter, SharedBatch, copy_of_row, map_tree, row_of, write_tree
 
 # Columns of SharedBatch.control, one row per worker.
-COMMAND, REPLY, RUNNING, DONE = 0, 1, 2, 3
-STEP, MESSAGE = (
-    0,
-    1,
-)  # COMMAND: step with the shared actions, or read a (name, requests) message from the pipe
+COMMAND, REPLY, RUNNING, DONE, GROUP = 0, 1, 2, 3, 4
+STEP, MESSAGE = 0, 1  # COMMAND: step with the shared actions, or read a (name, requests) message from the pipe
 EMPTY, PICKLED = 0, 1  # REPLY: all is in shared memory, or an (errors, results) message is in the pipe
 IDLE = -1  # RUNNING: the index of the environment whose code is running, or IDLE
 # DONE: 0 from the command to its reply, then 1
+WHOLE = 2  # GROUP: which workers got the command together: all, or those of half 0 or of half 1
 
 SPINS = 200  # polls, about 100 us, before a worker sleeps: to wake a sleeper takes tens of us, a small step less
 SMALL_MESSAGE = 32_768  # bytes that surely fit the pipe's buffer
@@ -54,7 +52,7 @@ class WorkerSetup:
     env_fns: list[Callable[[], Env]]
     pipe: connection.Connection
     go: Semaphore
-    finish: Finish
+    finishes: list[Finish]  # one for each GROUP
     crash_pipe: connection.Connection
     autoreset_mode: AutoresetMode
     episode_statistics: bool
@@ -235,7 +233,7 @@ class Worker:
             if 0 < len(message) <= SMALL_MESSAGE:
                 setup.pipe.send_bytes(message)
             control[DONE] = 1
-            setup.finish.report()
+            setup.finishes[control[GROUP]].report()
             if len(message) > SMALL_MESSAGE:
                 setup.pipe.send_bytes(message)
             if errors and name in ("step", "reset"):
@@ -255,12 +253,17 @@ class Worker:
                     break
             return reduction.ForkingPickler.dumps(([*errors, guilty], []))
 
-    def step(self) -> tuple[list[EnvError], Results]:
-        """Step every environment with its row of the shared actions; return errors and the infos to be pickled."""
+    def step(self, requests: Requests | None = None) -> tuple[list[EnvError], Results]:
+        """Step every environment; return errors and the infos to be pickled.
+
+        Args:
+            requests: the actions, if they are not to be read from the shared memory.
+        """
         errors: list[EnvError] = []
         infos: Results = []
         known_layout = self.info_writer.layout
-        control, actions, write_info = self.control, self.actions, self.info_writer.write
+        control, write_info = self.control, self.info_writer.write
+        actions = self.actions if requests is None else [action for _, action in requests]
         plain_actions = isinstance(actions, np.ndarray)
         for slot, env in enumerate(self.envs):
             env_index = self.first + slot
@@ -272,7 +275,10 @@ class Worker:
                     observation, info = self.begin_episode(slot)
                 else:
                     # A copy, since an environment may keep its action, and the next one overwrites this row.
-                    action = actions[slot].copy() if plain_actions else copy_of_row(actions, slot)
+                    if plain_actions:
+                        action = actions[slot].copy()
+                    else:
+                        action = copy_of_row(actions, slot) if requests is None else actions[slot]
                     observation, reward, terminated, truncated, info = env.step(action)
                     self.returns[slot] += float(reward)
                     self.lengths[slot] += 1

@@ -23,12 +23,14 @@ from envs._shared_memory import InfoLayout, SharedBatch, map_tree
 from envs._subproc_worker import (
     COMMAND,
     DONE,
+    GROUP,
     IDLE,
     MESSAGE,
     PICKLED,
     REPLY,
     RUNNING,
     STEP,
+    WHOLE,
     EnvError,
     Finish,
     Requests,
@@ -161,8 +163,8 @@ class WorkerPool:
         self._env_fns = [CloudpickleWrapper(env_fn) for env_fn in env_fns]
         self._context = multiprocessing.get_context(context)
         self._daemon = daemon
-        self._finish = Finish(self._context.Semaphore(0), self._context.Semaphore(0))
-        self._options = {**options, "finish": self._finish}
+        self._finishes = [Finish(self._context.Semaphore(0), self._context.Semaphore(0)) for _ in range(WHOLE + 1)]
+        self._options = {**options, "finishes": self._finishes}
         # Unlike weakref.finalize and atexit, it does nothing in a process forked from this one, and it runs before
         # multiprocessing's own exit function, which would wait for the workers.
         self._end_all = util.Finalize(owner, end_all, (self.workers,), exitpriority=10)
@@ -223,9 +225,9 @@ class WorkerPool:
 
     # ---- commands and replies ---------------------------------------------------------------------------------
 
-    def step(self, workers: Sequence[Worker]) -> None:
+    def step(self, workers: Sequence[Worker], group: int = WHOLE) -> None:
         """Let workers step their environments with the shared actions."""
-        self._dispatch(workers, STEP)
+        self._dispatch(workers, STEP, group)
 
     def request(self, name: str, requests: Requests, workers: Sequence[Worker] | None = None) -> None:
         """Let workers run the method `name` on their part of `requests`."""
@@ -237,16 +239,18 @@ class WorkerPool:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # collect() will report it in full
                 worker.pipe.send((name, part))
 
-    def _dispatch(self, workers: Sequence[Worker], command: int) -> None:
+    def _dispatch(self, workers: Sequence[Worker], command: int, group: int = WHOLE) -> None:
         deadline = self._deadline()
-        self._finish.prepare(len(workers))
+        self._finishes[group].prepare(len(workers))
         for worker in workers:
             control = self._control[worker.index]
-            control[COMMAND], control[DONE] = command, 0
+            control[COMMAND], control[DONE], control[GROUP] = command, 0, group
             worker.pending, worker.deadline = True, deadline
             worker.go.release()
 
-    def collect(self, name: str, workers: Sequence[Worker], timeout: float | None = None) -> Results:
+    def collect(
+        self, name: str, workers: Sequence[Worker], timeout: float | None = None, group: int = WHOLE
+    ) -> Results:
         """Wait for the workers' replies to `name`; return their results in the order of the environments.
 
         Raises:
@@ -262,7 +266,7 @@ class WorkerPool:
             give_way()
         while not all(control[DONE] for control in controls):
             wait = max(0.0, min(LIVENESS_SECONDS, patience - time.monotonic()))
-            if self._finish.all_done.acquire(True, wait):
+            if self._finishes[group].all_done.acquire(True, wait):
                 continue
             self._find_lost(waited_for, name)
             if time.monotonic() >= patience:

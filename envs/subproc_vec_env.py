@@ -34,9 +34,11 @@ from envs._shared_memory import (
     read_infos,
     require_numeric,
     row_of,
+    rows_of,
+    rows_of_infos,
     write_tree,
 )
-from envs._subproc_worker import Results
+from envs._subproc_worker import WHOLE, Results
 from envs._worker_pool import Worker, WorkerError, WorkerPool
 
 __all__ = ["SubprocVecEnv", "WorkerError"]
@@ -126,7 +128,8 @@ class SubprocVecEnv(VectorEnv):
         self.observation_mode = observation_mode
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.on_worker_failure = on_worker_failure
-        self._state = "default"  # or the call that is pending: "reset", "step", "call"
+        self._state = "default"  # or the call that is pending: "reset", "step", "send", "call"
+        self._sent: set[int] = set()  # the halves that are stepping
         self._pool = WorkerPool(
             owner=self,
             env_fns=env_fns,
@@ -152,6 +155,11 @@ class SubprocVecEnv(VectorEnv):
             raise
         self._observations_before = map_tree(self._shared.observations, np.copy)  # the step; kept for restarts
         self._info_layouts: dict[InfoLayout, list[int]] = {}
+        middle = self.num_workers // 2
+        workers = self._pool.workers
+        self._workers = {0: workers[:middle], 1: workers[middle:], WHOLE: workers}
+        first = workers[middle].env_indices.start
+        self._rows = {0: slice(0, first), 1: slice(first, self.num_envs), WHOLE: slice(0, self.num_envs)}
 
     def _adopt_spaces(self, spaces: list[tuple[Space, Space]]) -> None:
         """Check that the environments' (observation, action) spaces fit together, and set the vector's spaces."""
@@ -259,10 +267,6 @@ class SubprocVecEnv(VectorEnv):
     def step_async(self, actions: Any) -> None:
         """Begin a step of every environment.
 
-        To act in one half of the environments while the other half steps, make two SubprocVecEnvs of half the
-        environments and workers each, and call `step_async` on one before `step_wait` on the other. Whether that pays
-        is measured in `benchmarks/vec_env.py`; on two cores it does not.
-
         Args:
             actions: an element of `action_space`: an array (num_envs, ...), or a dict or tuple of such.
 
@@ -271,10 +275,7 @@ class SubprocVecEnv(VectorEnv):
             ValueError, TypeError: if `actions` has the wrong shape, or is a single number.
         """
         self._assert_free("step_async")
-        write_tree(self._shared.actions, actions)
-        if self.on_worker_failure == "restart":
-            write_tree(self._observations_before, self._shared.observations)
-        self._pool.step(self._pool.workers)
+        self._begin_step(actions, WHOLE)
         self._state = "step"
 
     def step_wait(self, timeout: float | None = None) -> StepReturn:
@@ -291,28 +292,79 @@ class SubprocVecEnv(VectorEnv):
                 it took longer than `step_timeout` (then it is also a multiprocessing.TimeoutError). The text names
                 the environment, its seed, its last action and the place in the code. Only `close` is possible then.
         """
+        return self._end_step(WHOLE, timeout)
+
+    def send(self, actions: Any, half: int) -> None:
+        """Begin a step of one half of the environments, so that the caller can work for the other half meanwhile.
+
+        Half 0 is the first half of the workers and what they step, `half_rows(0)`; half 1 the rest. Whether this pays
+        is measured in `benchmarks/vec_env.py`; on two cores it does not.
+
+        Args:
+            actions: as for `step_async`, but only the rows `half_rows(half)`.
+
+        Raises:
+            ValueError: with a single worker, or if `half` is not 0 or 1. Otherwise as `step_async`.
+        """
+        self.half_rows(half)
+        self._assert_free("send", allowed="default" if half in self._sent else "send")
+        self._begin_step(actions, half)
+        self._sent.add(half)
+        self._state = "send"
+
+    def recv(self, half: int, timeout: float | None = None) -> StepReturn:
+        """Wait for `send`; return what `step_wait` does, of this half only. Raises as `step_wait` does."""
+        return self._end_step(half, timeout)
+
+    def half_rows(self, half: int) -> slice:
+        """Return which environments `send` and `recv` mean by half 0 or 1."""
+        if half not in (0, 1):
+            raise ValueError(f"`half` must be 0 or 1, got {half!r}.")
+        if self.num_workers == 1:
+            raise ValueError("`send` and `recv` need a worker for each half: set `num_workers` to 2 or more.")
+        return self._rows[half]
+
+    def _begin_step(self, actions: Any, group: int) -> None:
+        rows, workers = self._rows[group], self._workers[group]
+        target = rows_of(self._shared.actions, rows)
+        if self.on_worker_failure == "restart":
+            write_tree(rows_of(self._observations_before, rows), rows_of(self._shared.observations, rows))
+        try:
+            write_tree(target, actions)
+        except ValueError:
+            # For spaces of shape (1,), numbers are taken in place of arrays of one number. Environments then get what
+            # AsyncVectorEnv would hand them: each its number as it came.
+            if group != WHOLE or np.shape(target) != (self.num_envs, 1) or np.shape(actions) != (self.num_envs,):
+                raise
+            write_tree(target, np.reshape(actions, (-1, 1)))
+            self._pool.request("step", list(enumerate(actions)))
+        else:
+            self._pool.step(workers, group)
+
+    def _end_step(self, group: int, timeout: float | None) -> StepReturn:
         restarted: set[Worker] = set()
 
         def begin_anew(worker: Worker) -> None:
             restarted.add(worker)
             self._begin_anew(worker)
 
-        infos = self._infos(self._collect("step", timeout, begin_anew))
+        rows = self._rows.get(group, slice(0))
+        infos = self._infos(self._collect("step", timeout, begin_anew, group), rows)
         for worker in restarted:
             infos = self._truncate(worker, infos)
         shared = self._shared
         return (
-            self._fresh(shared.observations),
-            self._fresh(shared.rewards),
-            self._fresh(shared.terminations),
-            self._fresh(shared.truncations),
-            infos,
+            self._fresh(rows_of(shared.observations, rows)),
+            self._fresh(rows_of(shared.rewards, rows)),
+            self._fresh(rows_of(shared.terminations, rows)),
+            self._fresh(rows_of(shared.truncations, rows)),
+            infos if group == WHOLE else rows_of_infos(infos, rows),
         )
 
     def _fresh(self, tree: Any) -> Any:
         return map_tree(tree, np.copy) if self.copy else tree
 
-    def _infos(self, results: Results) -> dict[str, Any]:
+    def _infos(self, results: Results, rows: slice) -> dict[str, Any]:
         """Join the infos that workers wrote to shared memory and those that they pickled."""
         for env_index, layout in results:
             if isinstance(layout, tuple):  # a worker says how it writes infos from now on
@@ -324,7 +376,7 @@ class SubprocVecEnv(VectorEnv):
                     for w in self._pool.workers
                     if w.info_layout is not None
                 }
-        infos = read_infos(self._shared, self._info_layouts)
+        infos = read_infos(self._shared, self._info_layouts, rows)
         return self._merge(infos, [result for result in results if isinstance(result[1], dict)])
 
     def _merge(self, infos: dict[str, Any], results: Results) -> dict[str, Any]:
@@ -445,11 +497,11 @@ class SubprocVecEnv(VectorEnv):
         if self.closed:
             raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
 
-    def _assert_free(self, method: str) -> None:
+    def _assert_free(self, method: str, allowed: str = "default") -> None:
         self._assert_running()
         if self._pool.failure is not None:
             raise WorkerError(f"Nothing but close() is possible after this: {self._pool.failure}")
-        if self._state != "default":
+        if self._state not in ("default", allowed):
             raise AlreadyPendingCallError(
                 f"Calling `{method}` while waiting for a pending call to `{self._state}` to complete.",
                 self._state,
@@ -462,22 +514,28 @@ class SubprocVecEnv(VectorEnv):
         return self._collect(name)
 
     def _collect(
-        self, name: str, timeout: float | None = None, begin_anew: Callable[[Worker], None] | None = None
+        self,
+        name: str,
+        timeout: float | None = None,
+        begin_anew: Callable[[Worker], None] | None = None,
+        group: int = WHOLE,
     ) -> Results:
         """Wait for the pending call `name`; where a worker is lost and may be replaced, do so and `begin_anew`."""
         self._assert_running()
-        if self._state != name:
+        if group != WHOLE and group not in self._sent:
+            raise NoAsyncCallError(f"Calling `recv` for half {group} without any prior call to `send`.", "recv")
+        if group == WHOLE and self._state != name:
             raise NoAsyncCallError(f"Calling `{name}_wait` without any prior call to `{name}_async`.", name)
         while True:
             try:
-                results = self._pool.collect(name, self._pool.workers, timeout)
-                self._state = "default"
+                results = self._pool.collect(name, self._workers[group], timeout, group)
+                self._free(group)
                 return results
             except WorkerError as error:
                 if error.worker is not None and begin_anew is not None and self.on_worker_failure == "restart":
                     self._replace(error, begin_anew)
                     continue
-                self._state = "default"
+                self._free(group)
                 if name in ("reset", "step") and error.worker is None:
                     # As AsyncVectorEnv does: the workers concerned have closed their environments by now.
                     for env_error in error.errors:
@@ -488,6 +546,10 @@ class SubprocVecEnv(VectorEnv):
                         logger.error("%s", env_error.trace)
                     logger.error("Raising the last exception back to the main process.")
                 raise
+
+    def _free(self, group: int) -> None:
+        self._sent.discard(group)
+        self._state = "send" if self._sent else "default"
 
     def _replace(self, error: WorkerError, begin_anew: Callable[[Worker], None]) -> None:
         while True:

@@ -508,6 +508,43 @@ def test_a_lost_worker_is_replaced_and_only_its_episodes_end(
 
 
 @pytest.mark.filterwarnings("ignore:.*WARN")
+def test_a_worker_lost_in_one_half_is_replaced_while_the_other_half_steps(tmp_path: Path) -> None:
+    envs = four_envs("sigkill", "step", tmp_path / "failed", on_worker_failure="restart")
+    envs.reset(seed=10)
+    envs.step([1, 2, 3, 4])
+    envs.send([1, 2], 0)
+    envs.send([3, 4], 1)
+    observations, rewards, _, truncations, infos = envs.recv(1)
+    assert observations.tolist() == [0, 0]
+    assert rewards.tolist() == [0, 0]
+    assert truncations.tolist() == [True, True]
+    assert infos["worker_restarted"].tolist() == [True, True]
+    assert infos["final_obs"].tolist() == [1, 1]
+    envs.send([3, 4], 1)
+    observations, rewards, _, truncations, infos = envs.recv(0)
+    assert (observations.tolist(), rewards.tolist(), truncations.any(), infos) == ([2, 2], [1, 2], False, {})
+    assert envs.recv(1)[0].tolist() == [1, 1]
+    close_in_time(envs)
+
+
+@pytest.mark.filterwarnings("ignore:.*ERROR|.*Calling `close`")
+@pytest.mark.parametrize("kind", ["exception", "sigkill"])
+def test_a_fault_in_one_half_is_reported_and_ends_the_run(kind: str) -> None:
+    envs = four_envs(kind, "step")
+    envs.reset(seed=10)
+    envs.step([5, 6, 7, 8])
+    envs.send([5, 6], 0)
+    envs.send([7, 8], 1)
+    error, text = FAULTS[kind]
+    with pytest.raises(error, match=text.format("step")) as caught:
+        envs.recv(1)
+    assert "seed 13, last action 8" in str(caught.value)
+    with pytest.raises(WorkerError, match="Nothing but close"):
+        envs.send([7, 8], 1)
+    close_in_time(envs)
+
+
+@pytest.mark.filterwarnings("ignore:.*WARN")
 def test_a_worker_lost_in_reset_is_replaced_and_reset_again(tmp_path: Path) -> None:
     envs = four_envs("sigkill", "reset", tmp_path / "failed", on_worker_failure="restart")
     observations, _ = envs.reset(seed=10)

@@ -423,6 +423,15 @@ def test_actions_of_a_wrong_shape_are_refused_and_do_no_harm() -> None:
     envs.close()
 
 
+def test_numbers_are_taken_for_arrays_of_one_number() -> None:
+    envs = make(3, partial(EchoEnv, Box(-1, 1, (1,))))
+    envs.reset()
+    with pytest.warns(UserWarning, match="Worker-"), pytest.raises(AssertionError, match="assert"):
+        envs.step([0.1, 0.2, 0.3])
+    assert "last action [0.3" in str(envs._pool.failure)
+    envs.close()
+
+
 def test_an_observation_of_a_wrong_shape_is_an_error_rather_than_broadcast() -> None:
     envs = make(2, WrongShapeEnv)
     with pytest.warns(UserWarning, match="Worker-"), pytest.raises(ValueError, match=r"shape \(2,\), got .*\(1,\)"):
@@ -537,6 +546,71 @@ def test_large_messages_pass_in_both_directions() -> None:
     envs.set_attr("big", [big + n for n in range(4)])
     assert all(np.array_equal(value, big + n) for n, value in enumerate(envs.get_attr("big")))
     envs.close()
+
+
+# ---- halves ------------------------------------------------------------------------------------------------------
+
+
+def rows_of_step(step: Any, rows: slice) -> list[Any]:
+    """The part of a step's return that concerns some environments; infos without what none of them has."""
+
+    def part(infos: dict[str, Any]) -> dict[str, Any]:
+        return {
+            key: part(value) if isinstance(value, dict) else value[rows]
+            for key, value in infos.items()
+            if infos[key if key[0] == "_" else f"_{key}"][rows].any()
+        }
+
+    return [*(array[rows] for array in step[:4]), part(step[4])]
+
+
+@pytest.mark.parametrize("env", [NoiseEnv, InfoEnv])
+@pytest.mark.parametrize(("num_envs", "num_workers"), [(5, 2), (4, 3)])
+def test_halves_that_take_turns_give_what_whole_steps_give(env: Any, num_envs: int, num_workers: int) -> None:
+    halves = make(num_envs, env, num_workers, autoreset_mode="SameStep", episode_statistics=True)
+    whole = make(num_envs, env, num_workers, autoreset_mode="SameStep", episode_statistics=True)
+    assert_same(halves.reset(seed=3), whole.reset(seed=3))
+    rows = [halves.half_rows(0), halves.half_rows(1)]
+    assert [*range(num_envs)[rows[0]], *range(num_envs)[rows[1]]] == [*range(num_envs)]
+    actions = [halves.action_space.sample() for _ in range(60)]
+    expected = [whole.step(batch) for batch in actions]
+    for half in (0, 1):
+        halves.send(actions[0][rows[half]], half)
+    for now, following in enumerate([*actions[1:], None]):
+        for half in (0, 1):
+            got = halves.recv(half)
+            assert_same(rows_of_step(got, slice(None)), rows_of_step(expected[now], rows[half]))
+            if following is not None:
+                halves.send(following[rows[half]], half)
+    assert_same(halves.step(actions[0]), whole.step(actions[0]))  # and back to whole steps
+    halves.close()
+    whole.close()
+
+
+def test_halves_out_of_order_are_refused() -> None:
+    envs = make(4, CountEnv)
+    envs.reset()
+    with pytest.raises(NoAsyncCallError, match="Calling `recv` for half 0 without any prior call to `send`"):
+        envs.recv(0)
+    with pytest.raises(ValueError, match="`half` must be 0 or 1, got 2"):
+        envs.send([0, 0], 2)
+    with pytest.raises(ValueError, match=re.escape("expected an array of shape (2,), got one of shape (4,)")):
+        envs.send([0, 0, 0, 0], 0)
+    envs.send([1, 2], 0)
+    for method in (partial(envs.send, [1, 2], 0), partial(envs.step, [0] * 4), envs.reset):
+        with pytest.raises(AlreadyPendingCallError, match="while waiting for a pending call to `send`"):
+            method()
+    with pytest.raises(NoAsyncCallError, match="half 1"):
+        envs.recv(1)
+    envs.send([3, 4], 1)
+    assert envs.recv(1)[1].tolist() == [3, 4]
+    assert envs.recv(0)[1].tolist() == [1, 2]
+    assert envs.step([0] * 4)[0].tolist() == [2] * 4
+    envs.close()
+    single = make(2, CountEnv, 1)
+    with pytest.raises(ValueError, match="set `num_workers` to 2 or more"):
+        single.send([0], 0)
+    single.close()
 
 
 # ---- states -----------------------------------------------------------------------------------------------------
