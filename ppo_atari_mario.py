@@ -847,7 +847,20 @@ def train(args: Args) -> dict[str, Any]:
     args = replace(args, backend=backend)  # a policy belongs to the emulator that it was trained on
     if "fceumm" not in available_backends():
         print(f"FCEUmm would emulate about five times as fast: {INSTALL['fceumm']}; then add --backend fceumm.")
+
     logdir, checkpoint = open_run(args)
+    vec_env, interrupt = make_envs(args), Interrupt()
+    try:
+        return learn(args, logdir, checkpoint, vec_env, interrupt)
+    finally:
+        interrupt.restore()
+        vec_env.close()
+
+
+def learn(
+    args: Args, logdir: Path, checkpoint: dict[str, Any] | None, vec_env: Any, interrupt: Interrupt
+) -> dict[str, Any]:
+    """The loop of `train`: collect, bootstrap, advantages, update, log, evaluate, save."""
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -857,7 +870,6 @@ def train(args: Args) -> dict[str, Any]:
     device = torch.device(args.device)
     num_steps, num_envs = args.num_steps, args.num_envs
 
-    vec_env: Any = make_envs(args)
     assert vec_env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP  # so that final_obs below exists
     agent = Agent(vec_env, args).to(device)
     networks = [flatten_parameters(network) for network in agent.networks(args)]
@@ -907,7 +919,6 @@ def train(args: Args) -> dict[str, Any]:
     logger = Logger(logdir, counters.global_step)
     if checkpoint is None:
         save_checkpoint(logdir / "latest.pt", state())  # from here on a killed run can be resumed
-    interrupt = Interrupt()
     evaluation: dict[str, Any] = {}
     while counters.update < args.num_updates and interrupt.signum is None:
         started = time.perf_counter()
@@ -1049,8 +1060,6 @@ def train(args: Args) -> dict[str, Any]:
             if args.keep_checkpoints:
                 shutil.copyfile(logdir / "latest.pt", logdir / f"step_{counters.global_step}.pt")
 
-    interrupt.restore()
-    vec_env.close()
     logger.writer.close()
     plot_curves(logdir)
     if interrupt.signum:
@@ -1160,7 +1169,8 @@ def parse_args(argv: list[str]) -> Args:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; returns the exit code: 0, 2 for a wrong argument, 128 + n after signal n."""
+    """Run the command line; returns the exit code: 0, 1 after numbers that are not finite, 2 for a wrong argument,
+    128 + n after signal n."""
     try:
         if argv[:1] == ["play"]:
             play(tyro.cli(PlayArgs, args=argv[1:], description=play.__doc__))
@@ -1172,9 +1182,9 @@ def main(argv: list[str]) -> int:
             return 0
         signum = train(args)["signal"]
         return 128 + signum if signum else 0
-    except UsageError as error:
+    except (UsageError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, UsageError) else 1
 
 
 if __name__ == "__main__":

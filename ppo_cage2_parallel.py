@@ -941,6 +941,18 @@ def train(args: Args) -> dict[str, Any]:
     """
     validate(args)
     logdir, checkpoint = open_run(args)
+    vec_env, interrupt = make_envs(args, args.vec_env), Interrupt()
+    try:
+        return learn(args, logdir, checkpoint, vec_env, interrupt)
+    finally:
+        interrupt.restore()
+        vec_env.close()
+
+
+def learn(
+    args: Args, logdir: Path, checkpoint: dict[str, Any] | None, vec_env: Any, interrupt: Interrupt
+) -> dict[str, Any]:
+    """The loop of `train`: collect, bootstrap, advantages, update, log, evaluate, save."""
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -949,7 +961,6 @@ def train(args: Args) -> dict[str, Any]:
     device = torch.device(args.device)
     num_steps, num_envs = args.num_steps, args.num_envs
 
-    vec_env: Any = make_envs(args, args.vec_env)
     assert vec_env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP  # so that final_obs below exists
     num_actions = int(vec_env.single_action_space.n)
     agent = Agent(vec_env, args).to(device)
@@ -998,7 +1009,6 @@ def train(args: Args) -> dict[str, Any]:
         import wandb
 
         wandb.init(project=SCRIPT, name=logdir.name, config=asdict(args), sync_tensorboard=True)
-    interrupt = Interrupt()
     evaluation: dict[str, Any] = {}
     while counters.update < args.num_updates and interrupt.signum is None:
         started = time.perf_counter()
@@ -1147,8 +1157,6 @@ def train(args: Args) -> dict[str, Any]:
         if last or interrupt.signum or crossed(counters.global_step, args.batch_size, args.save_every):
             save_checkpoint(logdir / "latest.pt", state())
 
-    interrupt.restore()
-    vec_env.close()
     logger.writer.close()
     plot_curves(logdir)
     if interrupt.signum:
@@ -1221,7 +1229,8 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     blue_actions = np.zeros((args.max_steps, len(ACTION_NAMES)))
     red_actions: Counter[str] = Counter()
     for red in reds:
-        settings = {"state_in_info": True, "render_mode": render_mode, "red_agent": red}
+        # Gymnasium's infos cost time quadratic in the environments, so what red did is told for up to 100 episodes.
+        settings = {"state_in_info": play_args.episodes <= 100, "render_mode": render_mode, "red_agent": red}
         vec_env = make_envs(replace(args, num_envs=at_once, num_workers=at_once), play_args.backend, **settings)
         if agent is None:
             agent = Agent(vec_env, args)
@@ -1326,7 +1335,8 @@ def parse_args(argv: list[str]) -> Args:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; returns the exit code: 0, 2 for a wrong argument, 128 + n after signal n."""
+    """Run the command line; returns the exit code: 0, 1 after numbers that are not finite, 2 for a wrong argument,
+    128 + n after signal n."""
     try:
         if argv[:1] == ["play"]:
             play(tyro.cli(PlayArgs, args=argv[1:], description=play.__doc__))
@@ -1338,9 +1348,9 @@ def main(argv: list[str]) -> int:
             return 0
         signum = train(args)["signal"]
         return 128 + signum if signum else 0
-    except UsageError as error:
+    except (UsageError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, UsageError) else 1
 
 
 if __name__ == "__main__":

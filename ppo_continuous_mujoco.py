@@ -840,6 +840,18 @@ def train(args: Args) -> dict[str, Any]:
     """
     validate(args)
     logdir, checkpoint = open_run(args)
+    vec_env, interrupt = make_envs(args), Interrupt()
+    try:
+        return learn(args, logdir, checkpoint, vec_env, interrupt)
+    finally:
+        interrupt.restore()
+        vec_env.close()
+
+
+def learn(
+    args: Args, logdir: Path, checkpoint: dict[str, Any] | None, vec_env: Any, interrupt: Interrupt
+) -> dict[str, Any]:
+    """The loop of `train`: collect, bootstrap, advantages, update, log, evaluate, save."""
     random.seed(args.seed)
     np.random.seed(args.seed)
     torch.manual_seed(args.seed)
@@ -848,7 +860,6 @@ def train(args: Args) -> dict[str, Any]:
     device = torch.device(args.device)
     num_steps, num_envs = args.num_steps, args.num_envs
 
-    vec_env: Any = make_envs(args)
     assert vec_env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP  # so that final_obs below exists
     action_space = vec_env.single_action_space
     agent = Agent(vec_env, args).to(device)
@@ -904,7 +915,6 @@ def train(args: Args) -> dict[str, Any]:
     logger = Logger(logdir, counters.global_step)
     if checkpoint is None:
         save_checkpoint(logdir / "latest.pt", state())  # from here on a killed run can be resumed
-    interrupt = Interrupt()
     evaluation: dict[str, Any] = {}
     while counters.update < args.num_updates and interrupt.signum is None:
         started = time.perf_counter()
@@ -1059,8 +1069,6 @@ def train(args: Args) -> dict[str, Any]:
         if last or interrupt.signum or crossed(counters.global_step, args.batch_size, args.save_every):
             save_checkpoint(logdir / "latest.pt", state())
 
-    interrupt.restore()
-    vec_env.close()
     logger.writer.close()
     plot_curves(logdir)
     if interrupt.signum:
@@ -1164,7 +1172,8 @@ def parse_args(argv: list[str]) -> Args:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; returns the exit code: 0, 2 for a wrong argument, 128 + n after signal n."""
+    """Run the command line; returns the exit code: 0, 1 after numbers that are not finite, 2 for a wrong argument,
+    128 + n after signal n."""
     try:
         if argv[:1] == ["play"]:
             play(tyro.cli(PlayArgs, args=argv[1:], description=play.__doc__))
@@ -1176,9 +1185,9 @@ def main(argv: list[str]) -> int:
             return 0
         signum = train(args)["signal"]
         return 128 + signum if signum else 0
-    except UsageError as error:
+    except (UsageError, FloatingPointError) as error:
         print(f"error: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, UsageError) else 1
 
 
 if __name__ == "__main__":

@@ -28,7 +28,8 @@ DIFFERENT = {
     "evaluate": "success, play from random starts, and games of several lengths are measured differently",
     "plot_curves": "each domain has a panel of its own",
     "Counters": "each domain counts something of its own",
-    "train": "frames, cuts and hints of the domain",
+    "train": "how the environments are made",
+    "learn": "frames, cuts and hints of the domain",
     "PlayArgs": "each domain shows something else",
     "play": "each domain shows something else",
 }
