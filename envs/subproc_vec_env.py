@@ -297,8 +297,8 @@ class SubprocVecEnv(VectorEnv):
     def send(self, actions: Any, half: int) -> None:
         """Begin a step of one half of the environments, so that the caller can work for the other half meanwhile.
 
-        Half 0 is the first half of the workers and what they step, `half_rows(0)`; half 1 the rest. Whether this pays
-        is measured in `benchmarks/vec_env.py`; on two cores it does not.
+        Half 0 is the first half of the workers and what they step, `half_rows(0)`; half 1 the rest. On two
+        cores it does not pay: `benchmarks/vec_env.py` measures it, with two SubprocVecEnvs of half the size.
 
         Args:
             actions: as for `step_async`, but only the rows `half_rows(half)`.

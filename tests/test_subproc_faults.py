@@ -172,7 +172,8 @@ GONE = {
     "hang in C": (multiprocessing.TimeoutError, "did not answer within step_timeout=1.0 s(?s:.)*in fail"),
 }
 FAULTS = RAISED | GONE
-# Starting an interpreter takes long, so under spawn a fault of each nature will do.
+# How a fault is noticed does not depend on how the worker was started, so under spawn, which starts an interpreter for
+# each worker, a fault of each nature will do.
 CASES = [(context, kind) for context in CONTEXTS[:2] for kind in FAULTS]
 CASES += [("spawn", kind) for kind in ("unpicklable", "sigkill", "hang")]
 
@@ -351,8 +352,9 @@ def worker_pids(process: subprocess.Popen) -> list[int]:
     return pids
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
-@pytest.mark.parametrize("busy", [False, True], ids=["idle", "in step"])
+@pytest.mark.parametrize(
+    ("context", "busy"), [("fork", False), ("fork", True), ("forkserver", True), ("spawn", False), ("spawn", True)]
+)
 def test_no_worker_outlives_a_parent_that_is_killed(tmp_path: Path, context: str, busy: bool) -> None:
     body = "envs.step_async([0] * 6)\ntime.sleep(60)" if busy else "time.sleep(60)"
     process = start_script(tmp_path, body, "SleepEnv" if busy else "CountEnv", f"context='{context}'")
@@ -420,7 +422,7 @@ def test_ctrl_c_that_nobody_handles_ends_everything_in_time(tmp_path: Path, env:
     assert not wait_until_dead(pids, 0.5)
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", CONTEXTS[:2])
 def test_a_script_that_forgets_to_close_ends_at_once_and_leaves_nothing(tmp_path: Path, context: str) -> None:
     process = start_script(tmp_path, "envs.step([0] * 6)\nmain.envs = envs", arguments=f"context='{context}'")
     pids = worker_pids(process)
@@ -462,7 +464,7 @@ def test_making_and_closing_many_leaks_nothing() -> None:
 
     cycle()
     descriptors = len(os.listdir("/proc/self/fd"))
-    for _ in range(15):
+    for _ in range(5):
         cycle()
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) <= descriptors
@@ -473,9 +475,7 @@ def test_making_and_closing_many_leaks_nothing() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*WARN")
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-@pytest.mark.parametrize(
-    ("context", "kind"), [("fork", "sigkill"), ("fork", "hang"), ("fork", "os._exit"), ("forkserver", "sigkill")]
-)
+@pytest.mark.parametrize(("context", "kind"), [("fork", "sigkill"), ("fork", "hang"), ("forkserver", "sigkill")])
 def test_a_lost_worker_is_replaced_and_only_its_episodes_end(
     context: str, kind: str, mode: Any, tmp_path: Path
 ) -> None:
@@ -677,7 +677,7 @@ def soak(num_steps: int, seconds_between_kills: float, min_kills: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*WARN")
 def test_every_transition_is_valid_while_workers_are_killed() -> None:
-    soak(num_steps=2000, seconds_between_kills=0.25, min_kills=16)
+    soak(num_steps=500, seconds_between_kills=0.2, min_kills=10)
 
 
 @pytest.mark.slow
