@@ -1,0 +1,313 @@
+"""The documentation says nothing that the code does not: names, tags, commands, figures and numbers are compared."""
+
+from __future__ import annotations
+
+import ast
+import json
+import math
+import re
+import shlex
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+from docs import exercises, figures
+from docs import reinforce as corridor
+from tests.conftest import ROOT, load_script, tiny_args
+from tests.test_ppo_math import gae
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+SCRIPTS = ["ppo_continuous_mujoco.py", "ppo_cage2_parallel.py", "ppo_atari_mario.py"]
+NUMBERS: dict[str, dict[str, str]] = json.loads((DOCS / "figures" / "numbers.json").read_text())
+
+pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+
+
+def definitions(path: Path) -> set[str]:
+    """Names of all functions and classes of a file, and Class.method of its methods."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            names.add(node.name)
+        if isinstance(node, ast.ClassDef):
+            names |= {f"{node.name}.{method.name}" for method in node.body if isinstance(method, ast.FunctionDef)}
+    return names
+
+
+def flags_of(path: Path) -> set[str]:
+    """The flags of a script: fields of its argument dataclasses, or literal "--flags" of an argparse program."""
+    text = path.read_text()
+    flags = set(re.findall(r'"(--[a-z][a-z0-9-]*)"', text)) | {"--help"}
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.ClassDef) and any("dataclass" in ast.unparse(d) for d in node.decorator_list):
+            for field in node.body:
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    name = field.target.id.replace("_", "-")
+                    flags |= {f"--{name}", f"--no-{name}"}
+    return flags
+
+
+# ---- names ----------------------------------------------------------------------------------------------------------
+
+
+@pages
+def test_every_function_a_page_names_exists(page: Path) -> None:
+    files = [ROOT / name for name in SCRIPTS] + [*(ROOT / "envs").rglob("*.py"), *DOCS.glob("*.py")]
+    known = set().union(*(definitions(path) for path in files))
+    cited = set(re.findall(r"`([A-Za-z_][\w.]*)\(\)`", page.read_text()))
+    assert cited <= known, cited - known
+
+
+@pages
+def test_every_test_a_page_names_exists(page: Path) -> None:
+    known = set().union(*(definitions(path) for path in (ROOT / "tests").glob("*.py")))
+    cited = set(re.findall(r"`(test_\w+)`", page.read_text()))
+    assert cited <= known, cited - known
+
+
+@pages
+def test_every_flag_a_page_names_exists(page: Path) -> None:
+    files = [*(ROOT / name for name in SCRIPTS), *DOCS.glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
+    known = set().union(*(flags_of(path) for path in files), {"--script", "--no-deps"})  # pytest's, pip's
+    cited = set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]+)", page.read_text()))
+    assert cited <= known, cited - known
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pages
+def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if not target.startswith("http"):
+            path, _, anchor = target.partition("#")
+            file = (page.parent / path).resolve() if path else page
+            assert file.exists(), target
+            assert not anchor or anchor in anchors(file), target
+
+
+# ---- the 37 details -------------------------------------------------------------------------------------------------
+
+
+def tagged_details(path: Path) -> set[tuple[int, str]]:
+    """(detail number, innermost function or class) of every "detail N" of a script."""
+    lines, tree = path.read_text().splitlines(), ast.parse(path.read_text())
+    scopes: list[tuple[int, int, str]] = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            first = min([node.lineno, *(d.lineno for d in node.decorator_list)])
+            scopes.append((first, node.end_lineno or first, node.name))
+            if isinstance(node, ast.ClassDef):
+                for method in node.body:
+                    if isinstance(method, ast.FunctionDef):
+                        end = method.end_lineno or method.lineno
+                        scopes.append((method.lineno, end, f"{node.name}.{method.name}"))
+    found = set()
+    for number, line in enumerate(lines, 1):
+        for numbers in re.findall(r"\bdetails? (\d+(?:(?:, | and )\d+)*)", line):
+            around = [scope for scope in scopes if scope[0] <= number <= scope[1]]
+            # the innermost scope; of a method's two names the longer one
+            name = min(around, key=lambda scope: (scope[1] - scope[0], -len(scope[2])))[2]
+            found |= {(int(detail), name) for detail in re.findall(r"\d+", numbers)}
+    return found
+
+
+def detail_rows() -> dict[int, list[str]]:
+    """The rows of docs/details.md by number: the cells of the three scripts, in the order of SCRIPTS."""
+    rows = re.findall(
+        r"^\| (\d+) \| [^|]+\| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", (DOCS / "details.md").read_text(), re.M
+    )
+    return {int(number): cells for number, *cells in rows}
+
+
+def test_all_37_details_are_listed() -> None:
+    assert list(detail_rows()) == list(range(1, 38))
+
+
+@pytest.mark.parametrize("column", range(3), ids=SCRIPTS)
+def test_tags_in_the_script_and_bold_names_in_the_table_are_the_same(column: int) -> None:
+    listed = {
+        (number, name)
+        for number, cells in detail_rows().items()
+        for name in re.findall(r"\*\*`([\w.]+)(?:\(\))?`\*\*", cells[column])
+    }
+    assert listed == tagged_details(ROOT / SCRIPTS[column])
+
+
+def test_every_detail_is_used_or_says_why_not() -> None:
+    for number, cells in detail_rows().items():
+        for cell in cells:
+            assert re.search(r"`[\w.-]+(\(\))?`", cell) or re.fullmatch(r"not used: .{5,}", cell), (number, cell)
+
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+
+def commands(page: Path) -> list[list[str]]:
+    """The commands of a page: lines of its bash blocks, and code in the text that begins like one."""
+    text = page.read_text()
+    lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    lines += re.findall(r"`((?:python|pytest|make) [^`\n]+)`", text)
+    words = [shlex.split(line.partition(" # ")[0]) for line in lines if not line.lstrip().startswith("#")]
+    return [command for command in words if command]
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+def test_every_command_of_a_page_can_be_typed(page: Path) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for command in commands(page):
+        match command:
+            case ["make", target, *_]:
+                assert re.search(rf"^{target}:", makefile, re.MULTILINE), command
+            case ["python", "-m", "docs.figures", *names]:
+                assert set(names) <= {"all", *(figure.__name__ for figure in figures.FIGURES)}, command
+            case ["python", "-m", module, *words]:
+                path = ROOT / f"{module.replace('.', '/')}.py"
+                assert path.exists() or module == "pytest", command
+                if path.exists():
+                    assert {word for word in words if word.startswith("--")} <= flags_of(path), command
+            case ["python", file, *words] if file in SCRIPTS:
+                assert {word.partition("=")[0] for word in words if word.startswith("--")} <= flags_of(ROOT / file), (
+                    command
+                )
+                if "--configs" in words:
+                    named = " ".join(words[words.index("--configs") + 1 :]).partition(" --")[0].split()
+                    assert set(named) <= set(load_script(ROOT / file).PRESETS), command
+
+
+# ---- figures and numbers --------------------------------------------------------------------------------------------
+
+
+def pages_of(figure: str) -> list[str]:
+    """The texts that show a figure."""
+    texts = (page.read_text() for page in PAGES)
+    return [text for text in texts if f"(figures/{figure}.png)" in text]
+
+
+@pytest.mark.parametrize("figure", [figure.__name__ for figure in figures.FIGURES])
+def test_every_figure_is_shown_with_its_command_and_its_numbers(figure: str) -> None:
+    path = DOCS / "figures" / f"{figure}.png"
+    assert path.stat().st_size < 120 * 1024
+    (text,) = pages_of(figure)
+    assert f"python -m docs.figures {figure}" in text
+    for name, number in NUMBERS[figure].items():
+        assert number in text, (name, number)
+
+
+def test_every_picture_has_a_command() -> None:
+    names = {figure.__name__ for figure in figures.FIGURES}
+    assert {path.stem for path in (DOCS / "figures").glob("*.png")} == names
+    for page in PAGES:
+        shown = set(re.findall(r"\(figures/(\w+)\.png\)", page.read_text()))
+        assert shown <= names, (page.name, shown - names)
+
+
+def test_gradient_variances_are_those_printed() -> None:
+    """Recomputed; and every estimate has the exact gradient for its mean, to within its own noise."""
+    statistics = figures.gradient_statistics(torch.zeros(corridor.CELLS, 2))
+    for kind, (variance, standard_errors) in statistics.items():
+        assert variance == pytest.approx(float(NUMBERS["reinforce"][f"variance {kind}"]), rel=0.02)
+        assert standard_errors < 2
+    total, to_go, baseline, generalised = (variance for variance, _ in statistics.values())
+    assert total > 2 * to_go > 10 * baseline > 14 * generalised
+
+
+def test_gradients_of_episodes_are_those_of_autograd() -> None:
+    logits = torch.randn((corridor.CELLS, 2), generator=torch.Generator().manual_seed(1)).requires_grad_()
+    cells, actions, rewards = corridor.collect(logits.detach(), 5, torch.Generator().manual_seed(0))
+    weights = corridor.weights_of("baseline", logits.detach(), cells, rewards)
+    log_probs = logits.log_softmax(-1)[cells, actions]
+    expected = torch.autograd.grad((weights * log_probs).sum(), logits)[0]
+    actual = corridor.episode_gradients(logits.detach(), cells, actions, weights).sum(0)
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_exact_values_of_the_corridor() -> None:
+    """Right for ever, from the middle, and what docs/ppo.md says about the uniform policy's gradient."""
+    values = corridor.exact_values(torch.tensor([-30.0, 30.0]).expand(corridor.CELLS, 2))
+    assert float(values[-2, 3]) == pytest.approx(0.9 * 4 / 6 + 0.1 * 2 / 6)  # one step to go
+    assert f"{float(values[0, corridor.START]):.1f}" == NUMBERS["reinforce"]["best return"]
+    uniform = torch.zeros(corridor.CELLS, 2)
+    assert float(corridor.exact_values(uniform)[0, corridor.START]) == pytest.approx(10)  # by symmetry
+    assert float(corridor.exact_gradient(uniform).square().sum()) == pytest.approx(20, abs=0.5)
+
+
+def test_reinforce_learns_and_a_baseline_survives_a_large_step() -> None:
+    returns = corridor.reinforce("baseline", learning_rate=1.0, num_updates=10)
+    assert float(returns[0]) == pytest.approx(10)
+    assert float(returns[-1]) > 18
+
+
+def test_learned_values_are_those_printed() -> None:
+    rules = [(False, False), (True, False), (False, True)]
+    for rule, number in zip(rules, NUMBERS["time_limits"].values(), strict=True):
+        assert figures.learned_value(*rule)[-1] == pytest.approx(float(number), abs=0.06)
+
+
+def test_the_choice_that_a_time_limit_turns_round(script: ModuleType) -> None:
+    """docs/time_limits.md: A pays 1 for ever, B nothing for five steps, then 2 for ever; a limit cuts after 8."""
+    rewards = torch.tensor([[1.0, 0.0]] * 5 + [[1.0, 2.0]] * 3)
+    zeros, cut = torch.zeros(8, 2), torch.zeros(8, 2, dtype=torch.bool)
+    cut[-1] = True
+    final = {(7, 0): 100.0, (7, 1): 200.0}
+    right = gae(script, rewards, zeros, 0.0, 0.99, 1.0, truncations=cut, final_values=final)[1][0]
+    wrong = gae(script, rewards, zeros, 0.0, 0.99, 1.0, terminations=cut)[1][0]
+    torch.testing.assert_close(right, torch.tensor([100.0, 190.2]), rtol=0, atol=0.05)
+    torch.testing.assert_close(wrong, torch.tensor([7.7, 5.6]), rtol=0, atol=0.05)
+
+
+def test_small_numbers_of_the_pages() -> None:
+    assert 1 / math.sqrt(2 * math.pi * math.e) == pytest.approx(0.242, abs=5e-4)  # ppo.md: the entropy is 0
+    decay = 0.99 * 0.95  # parallel.md: half after 11 steps, below 1 % after 76
+    assert decay**11 > 0.5 > decay**12
+    assert decay**75 > 0.01 > decay**76
+    assert math.log(36) == pytest.approx(3.58, abs=0.005)  # metrics.md
+
+
+# ---- exercises ------------------------------------------------------------------------------------------------------
+
+
+def test_every_exercise_is_described_and_can_be_planted() -> None:
+    described = re.findall(r"^\| (\d+) \| ", (DOCS / "exercises.md").read_text(), re.MULTILINE)
+    assert [int(number) for number in described] == list(range(1, len(exercises.EXERCISES) + 1))
+    healthy = exercises.SCRIPT.read_text()
+    for number in range(1, len(exercises.EXERCISES) + 1):
+        planted = exercises.plant(number)
+        compile(planted, "planted", "exec")
+        assert planted != healthy
+    assert len(set(exercises.EXERCISES)) == len(exercises.EXERCISES)
+
+
+def test_a_description_does_not_give_the_bug_away() -> None:
+    text = (DOCS / "exercises.md").read_text()
+    for number, name in enumerate(exercises.EXERCISES, 1):
+        bug = exercises.bug_of(number)
+        assert name not in text
+        assert bug.old not in text
+        assert bug.new == "pass" or bug.new not in text
+
+
+# ---- metrics --------------------------------------------------------------------------------------------------------
+
+
+def test_metrics_page_lists_what_a_run_logs(tmp_path: Path) -> None:
+    script: Any = load_script(ROOT / SCRIPTS[0])
+    script.train(tiny_args(script, tmp_path / "run"))
+    logged = {
+        column
+        for file in ("progress.csv", "timing.csv", "eval.csv")
+        for column in (tmp_path / "run" / file).read_text().splitlines()[0].split(",")[1:]
+    }
+    listed = set(
+        re.findall(r"^\| `((?:train|rollout|eval|time|counters)/\w+)`", (DOCS / "metrics.md").read_text(), re.M)
+    )
+    assert logged <= listed, logged - listed
+    others = "".join((ROOT / name).read_text() for name in SCRIPTS[1:])
+    assert all(f'"{name}"' in others for name in listed - logged), listed - logged
