@@ -189,7 +189,7 @@ def epochs() -> Numbers:
         for _ in range(60):
             for part in torch.randperm(2048).split(256):
                 batch: Any = [x[part] for x in (obs, actions, old_log_probs, zeros, advantages, zeros)]
-                loss, _ = ppo.ppo_loss(agent, *batch, args=args)
+                loss, _ = ppo.ppo_loss(agent, *batch, args=args)  # type: ignore[misc]
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
@@ -310,7 +310,7 @@ def variance_of_groups(
         )
         columns = (rows("obs"), rows("actions"), rows("log_probs"), values, advantages, returns)
         batch: Any = [x.flatten(0, 1) for x in columns]
-        loss, _ = ppo.ppo_loss(agent, *batch, args=args)
+        loss, _ = ppo.ppo_loss(agent, *batch, args=args)  # type: ignore[misc]
         gradients.append(torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, actor)]))
     stacked = torch.stack(gradients)
     return float(stacked.var(0).sum()), float(stacked.mean(0).square().sum())
