@@ -386,31 +386,7 @@ def time_limits() -> Numbers:
     return numbers
 
 
-# ---- metrics.md -----------------------------------------------------------------------------------------------------
-
-
-def metrics() -> Numbers:
-    """Four metrics of HalfCheetah-v5 at three learning rates, 24 updates each: too low, good, too high."""
-    figure, axes = canvas(4, width=3.4, height=3.0)
-    names = ("rollout/mean_reward", "train/approx_kl", "train/clip_fraction", "train/explained_variance")
-    numbers = {}
-    for learning_rate, color in ((3e-5, ORANGE), (1e-3, BLUE), (3e-2, RED)):
-        with tempfile.TemporaryDirectory() as folder:
-            _, progress, _ = short_run(folder, learning_rate=learning_rate, anneal_lr=False, total_timesteps=24 * 2048)
-        for axis, name in zip(axes, names, strict=True):
-            axis.plot(progress["global_step"] / 1000, progress[name], color=color, label=f"{learning_rate:g}")
-            last = progress[name][-8:].mean()
-            numbers[f"{learning_rate:g} {name}"] = f"{last:.2g}" if "kl" in name else f"{last:.2f}"
-    for axis, name in zip(axes, names, strict=True):
-        axis.set(title=name, xlabel="thousand steps")
-    axes[1].set(yscale="log")
-    axes[3].set(ylim=(-1, 1))
-    axes[0].legend(title="--learning-rate", fontsize=8)
-    save(figure, "metrics")
-    return numbers
-
-
-FIGURES = (clip, reinforce, gae_lambda, epochs, kl, num_envs, time_limits, metrics)
+FIGURES = (clip, reinforce, gae_lambda, epochs, kl, num_envs, time_limits)
 
 
 def main() -> None:
