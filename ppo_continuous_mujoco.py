@@ -675,7 +675,8 @@ def update_leaderboard(logdir: Path, args: Args, score: float, step: int, keep: 
 class Logger:
     """Scalars of a run to CSV files and TensorBoard, and a live line to the terminal.
 
-    Resumed at `step`, it drops what was logged after the checkpoint: the files look as if nothing had happened.
+    Resumed at `step`, it drops what was logged after the checkpoint: the files look as if nothing had happened. A disk
+    that refuses costs a few rows, with a warning, and not the run.
     """
 
     def __init__(self, logdir: Path, step: int = 0) -> None:
@@ -684,19 +685,28 @@ class Logger:
             header, *rows = path.read_text().splitlines(keepends=True)
             kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= step]
             path.write_text("".join([header, *kept]) if kept else "")
-        self.writer = SummaryWriter(str(logdir), purge_step=step + 1)
+        self.writer: SummaryWriter | None = SummaryWriter(str(logdir), purge_step=step + 1)
         self.last_line = -math.inf
 
     def write(self, file: str, step: int, metrics: dict[str, float]) -> None:
         """Add a row to `file` and a TensorBoard point for each metric (not for nan: nothing was measured)."""
-        with open(self.logdir / file, "a", newline="") as stream:
-            writer = csv.writer(stream, lineterminator="\n")
-            if stream.tell() == 0:
-                writer.writerow(["global_step", *metrics])
-            writer.writerow([step, *metrics.values()])
-        for name, value in metrics.items():
-            if not math.isnan(value):
-                self.writer.add_scalar(name, value, step)
+        path = self.logdir / file
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with open(path, "a", newline="") as stream:
+                writer = csv.writer(stream, lineterminator="\n")
+                if size == 0:
+                    writer.writerow(["global_step", *metrics])
+                writer.writerow([step, *metrics.values()])
+            self.writer = self.writer or SummaryWriter(str(self.logdir))
+            for name, value in metrics.items():
+                if not math.isnan(value):
+                    self.writer.add_scalar(name, value, step)
+        except OSError as error:
+            print(f"warning: {path} has no step {step} ({error.strerror}); the run goes on.", file=sys.stderr)
+            self.writer = None  # its thread died of the error
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)  # half a row would spoil the next one
 
     def line(self, text: str, final: bool = False) -> None:
         """Redraw the live line on a terminal; elsewhere print one every ten seconds."""
@@ -1069,7 +1079,8 @@ def learn(
         if last or interrupt.signum or crossed(counters.global_step, args.batch_size, args.save_every):
             save_checkpoint(logdir / "latest.pt", state())
 
-    logger.writer.close()
+    if logger.writer is not None:
+        logger.writer.close()
     plot_curves(logdir)
     if interrupt.signum:
         outcome = "stopped; continue with --resume --logdir"

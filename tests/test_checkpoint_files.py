@@ -229,7 +229,6 @@ def test_a_disk_that_turns_read_only_costs_a_checkpoint(
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.xfail(strict=True, raises=OSError, reason="Logger.write and TensorBoard do not outlive a full disk")
 def test_a_run_outlives_a_disk_that_is_full_for_a_while(
     continuous: ModuleType, run_tiny: Run, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
