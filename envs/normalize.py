@@ -1,6 +1,6 @@
 """Running normalisation of observations and rewards, as vector wrappers whose state can be saved.
 
-Details 4-7 of the "37 implementation details" (continuous actions): observations are centred and scaled by
+Details 28-31 of the "37 implementation details": observations are centred and scaled by
 their running mean and standard deviation and clipped; rewards are divided by the running standard deviation of
 the discounted return and clipped. Unlike Gymnasium's wrappers of the same names, these normalise the final
 observation of an episode as well, hand over the untouched reward, can be frozen for evaluation, and offer
