@@ -104,7 +104,7 @@ def report(steps: int) -> None:
         }
         rows.append([
             task, preset, len(seeds), f"{final.mean():,.0f}" if abs(final.mean()) > 100 else f"{final.mean():.1f}",
-            f"{low:,.0f} to {high:,.0f}" if abs(low) > 100 else f"{low:.1f} to {high:.1f}",
+            "" if len(seeds) < 3 else f"{low:,.0f} to {high:,.0f}" if abs(low) > 100 else f"{low:.1f} to {high:.1f}",
             ", ".join(f"{x:,.0f}" if abs(x) > 100 else f"{x:.1f}" for x in final),
             f"{best.mean():,.0f}" if abs(best.mean()) > 100 else f"{best.mean():.1f}",
             "" if np.isnan(published) else f"{published:,g} ({source})", f"{np.median(seconds):.0f}",
@@ -113,9 +113,7 @@ def report(steps: int) -> None:
               "published", "seconds"]  # fmt: skip
     page = f"# MuJoCo v5 at {steps:,} steps\n\n`python -m benchmarks.mujoco_learning`. Return of ten deterministic "
     page += "episodes at the end of training, mean over seeds with a bootstrap interval; published scores are of older "
-    page += (
-        "task versions and other protocols, a guide only. Seconds are wall-clock on a machine busy with other work.\n\n"
-    )
+    page += "task versions and other protocols, a guide only. Seconds are wall-clock, mostly of a very busy machine.\n\n"
     page += markdown_table(header, rows)
     page += f"\n![curves]({name}.png)\n\n" + machine_line(data["machine"])
     write_results(name, data, page)
