@@ -113,7 +113,7 @@ def report(steps: int) -> None:
               "published", "seconds"]  # fmt: skip
     page = f"# MuJoCo v5 at {steps:,} steps\n\n`python -m benchmarks.mujoco_learning`. Return of ten deterministic "
     page += "episodes at the end of training, mean over seeds with a bootstrap interval; published scores are of older "
-    page += "task versions and other protocols, a guide only. Seconds are wall-clock, mostly of a very busy machine.\n\n"
+    page += "task versions and other protocols, a guide only. Seconds are wall-clock, mostly of a busy machine.\n\n"
     page += markdown_table(header, rows)
     page += f"\n![curves]({name}.png)\n\n" + machine_line(data["machine"])
     write_results(name, data, page)
@@ -121,7 +121,7 @@ def report(steps: int) -> None:
         columns = min(4, len(curves))
         lines = -(-len(curves) // columns)
         figure = matplotlib.figure.Figure(figsize=(3.6 * columns, 2.7 * lines), layout="constrained")
-        axes = np.atleast_1d(figure.subplots(lines, columns)).flat
+        axes = list(np.atleast_1d(figure.subplots(lines, columns)).flat)
         for axis, (task, (evaluations, published)) in zip(axes, curves.items(), strict=False):
             for e in evaluations:
                 axis.plot(e["global_step"] / 1e6, e["eval/mean_return"], lw=1.2)
@@ -129,7 +129,7 @@ def report(steps: int) -> None:
                 axis.axhline(published, color="0.4", ls="--", lw=1)
             axis.set_title(task, fontsize=9)
             axis.grid(alpha=0.3)
-        for axis in list(axes)[len(curves) :]:
+        for axis in axes[len(curves) :]:
             axis.set_visible(False)
         figure.supxlabel("million environment steps", fontsize=9)
         figure.savefig(RESULTS / f"{name}.png", dpi=90)
