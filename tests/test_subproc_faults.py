@@ -327,6 +327,8 @@ def start_script(tmp_path: Path, body: str, env: str = "CountEnv", arguments: st
         "from envs.subproc_vec_env import SubprocVecEnv\n"
         "from tests.test_subproc_vec_env import CountEnv\n"
         "from tests.test_subproc_faults import SleepEnv\n"
+        # A test run started in the background inherits "ignore SIGINT", and Python then leaves it at that.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def main():\n"
         f"    envs = SubprocVecEnv([{env}] * 6, 3, {arguments})\n"
         "    envs.reset(seed=0)\n"
