@@ -23,11 +23,14 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from benchmarks.common import (
+    QUICK_RESULTS,
+    RESULTS,
     interleave,
     machine_info,
     machine_line,
     markdown_table,
     median_ratio,
+    rows_of,
     summary,
     write_results,
 )
@@ -37,6 +40,7 @@ from envs.subproc_vec_env import SubprocVecEnv
 CYBORG_STEPS_PER_SECOND = 600  # without resets: 600 to 735
 TARGETS = {25: 600_000, 1024: 1_500_000}
 NUM_PROCESSES = 2
+SYNC = "25 Cage2Env in SyncVectorEnv"
 IN_PROCESSES = f"25 Cage2Env in SubprocVecEnv, {NUM_PROCESSES} processes"
 
 FIRST_USE = """
@@ -96,7 +100,7 @@ def main() -> None:
         "Cage2VecEnv, 1,024 B_line": (Cage2VecEnv(1024, "b_line"), 200),
         "Cage2VecEnv, 1,024 Meander": (Cage2VecEnv(1024, "meander"), 200),
         "Cage2VecEnv, 1 Meander": (Cage2VecEnv(1, "meander"), 2000),
-        "25 Cage2Env in SyncVectorEnv": (SyncVectorEnv([single] * 25, autoreset_mode="SameStep"), 100),
+        SYNC: (SyncVectorEnv([single] * 25, autoreset_mode="SameStep"), 100),
         IN_PROCESSES: (processes, 100),
     }
     try:
@@ -111,15 +115,11 @@ def main() -> None:
         compiling = first_use(cache_dir)
         cached = first_use(cache_dir)
 
-    reference = figures["25 Cage2Env in SyncVectorEnv"]
-    rows, results = [], {}
+    rows = []
     for name, measured in figures.items():
         statistics = summary(measured)
-        ratio = median_ratio(measured, reference)
+        ratio = median_ratio(measured, figures[SYNC])
         cpu = f"{summary(per_cpu[name])['median']:,.0f}" if name != IN_PROCESSES else ""
-        results[name] = {
-            **statistics, "times_sync_vector_env": ratio, "figures": measured, "per_cpu_second": per_cpu[name],
-        }  # fmt: skip
         cyborg = statistics["median"] / CYBORG_STEPS_PER_SECOND
         median, low, high = (f"{statistics[key]:,.0f}" for key in ("median", "min", "max"))
         rows.append([name, median, f"{low} - {high}", cpu, f"{ratio:.1f}", f"{cyborg:,.0f}"])
@@ -127,7 +127,8 @@ def main() -> None:
     state_bytes = simulator.new_states(1).nbytes
     data: dict[str, Any] = {
         "machine": info,
-        "steps_per_second": results,
+        "rows": rows_of("random actions", figures, [SYNC]),
+        "steps_per_cpu_second": per_cpu,
         "targets": TARGETS,
         "state_bytes_per_environment": state_bytes,
         "first_use_seconds": compiling,
@@ -146,7 +147,7 @@ def main() -> None:
         f"{cached['import'] + cached['first_step']:.1f} s ({cached['cpu']:.1f} s). Asked for: 600,000 steps/s at 25 "
         "environments, 1,500,000 at 1,024, first use within 15 s, below 4 KiB.\n\n" + machine_line(info)
     )
-    write_results("cage2", data, markdown)
+    write_results("cage2", data, markdown, QUICK_RESULTS if quick else RESULTS)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Whole-loop training throughput on CAGE2: our script beside Stable-Baselines3's PPO on the same game.
 
     python -m benchmarks.cage2_loop            # 25 and 256 environments, five rounds
-    python -m benchmarks.cage2_loop --quick    # 25 environments, two rounds
+    python -m benchmarks.cage2_loop --quick    # 25 environments, three of the candidates, two rounds
 
 Every measurement is a process of its own that trains a few updates; the first ones are warm-up (compiling, caches) and
 do not count. Candidates take turns within a round, so a busy moment of the machine hits all of them, and ratios are
@@ -14,7 +14,6 @@ processes, and are what one free core gives.
 import argparse
 import json
 import os
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,12 +22,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import (
+    QUICK_RESULTS,
+    RESULTS,
     ROOT,
+    in_fresh_process,
     interleave,
     machine_info,
     machine_line,
     markdown_table,
     median_ratio,
+    rows_of,
     summary,
     write_results,
 )
@@ -40,6 +43,7 @@ SETTINGS = {  # name -> (num_envs, minibatch, updates of ours, updates of SB3: 2
 }
 CANDIDATES = ("ours: batch", "ours: batch, 2 threads", "ours: batch, memory", "ours: batch, memory, 2 threads",
               "ours: batch, no compile", "ours: subproc", REFERENCE)  # fmt: skip
+QUICK_CANDIDATES = ("ours: batch", "ours: batch, memory", REFERENCE)
 
 
 def cpu_seconds() -> float:
@@ -84,23 +88,14 @@ def measure_ours(variant: str, num_envs: int, minibatch: int, updates: int) -> d
 
 def measure_sb3(num_envs: int, minibatch: int, updates: int) -> dict[str, float]:
     import torch
+
+    """SB3's PPO on `Cage2Env`, one process an environment; the first update does not count."""
     from stable_baselines3 import PPO
-    from stable_baselines3.common.callbacks import BaseCallback
     from stable_baselines3.common.env_util import make_vec_env
     from stable_baselines3.common.vec_env import SubprocVecEnv
 
+    from benchmarks.reference_loops import sb3_seconds
     from envs.cage2 import Cage2Env
-
-    class Clock(BaseCallback):
-        """Notes the time at the start of each rollout, which is the end of the update before it."""
-
-        times: list[float] = []
-
-        def _on_rollout_start(self) -> None:
-            self.times.append(time.perf_counter())
-
-        def _on_step(self) -> bool:
-            return True
 
     torch.set_num_threads(1)
     kwargs = {"red_agent": {"b_line": 0.5, "meander": 0.45, "sleep": 0.05}, "version": "leaderboard",
@@ -117,26 +112,20 @@ def measure_sb3(num_envs: int, minibatch: int, updates: int) -> dict[str, float]
     model = PPO(
         "MlpPolicy", vec_env, n_steps=100, batch_size=minibatch, n_epochs=4, ent_coef=0.01, device="cpu", seed=1
     )
-    clock = Clock()
-    model.learn(total_timesteps=(updates + 1) * num_envs * 100, callback=clock)
-    clock.times.append(time.perf_counter())
+    seconds = sb3_seconds(model, updates + 1)[1:]
     vec_env.close()
-    return {"sps": updates * num_envs * 100 / (clock.times[-1] - clock.times[1])}
+    return {"sps": updates * num_envs * 100 / sum(seconds)}
 
 
 def in_process(last: dict[str, Any], candidate: str, setting: str) -> float:
     """Measure `candidate` in a fresh process; its figures go to `last`, its steps per second are returned."""
-    command = [sys.executable, "-m", "benchmarks.cage2_loop", "--one", candidate, setting]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{candidate} failed:\n{done.stderr[-2000:]}")
-    last.setdefault(candidate, []).append(json.loads(done.stdout.splitlines()[-1]))
+    last.setdefault(candidate, []).append(in_fresh_process("cage2_loop", candidate, setting))
     return last[candidate][-1]["sps"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="25 environments, two rounds")
+    parser.add_argument("--quick", action="store_true", help="25 environments, three candidates, two rounds")
     parser.add_argument("--rounds", type=int, default=None, help="rounds (default 5, quick 2)")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -151,14 +140,17 @@ def main() -> None:
         return
     rounds = options.rounds or (2 if options.quick else 5)
     info = machine_info(["torch", "gymnasium", "numpy", "numba", "stable-baselines3"])
-    data: dict[str, Any] = {"machine": info, "results": {}}
+    data: dict[str, Any] = {"machine": info, "rows": [], "results": {}}
     page = "# Whole-loop training throughput on CAGE2\n\n`python -m benchmarks.cage2_loop`: environment steps per " + (
         f"second, median of {rounds} interleaved rounds; ratios are medians of the ratios within rounds.\n"
     )
     for setting in list(SETTINGS)[: 1 if options.quick else 2]:
         last: dict[str, Any] = {}
-        names = [name for name in CANDIDATES if name != REFERENCE or SETTINGS[setting][-1]]
+        names = list(QUICK_CANDIDATES if options.quick else CANDIDATES)
+        if not SETTINGS[setting][-1]:
+            names.remove(REFERENCE)
         figures = interleave({name: partial(in_process, last, name, setting) for name in names}, rounds)
+        data["rows"] += rows_of(setting, figures, [REFERENCE])
         data["results"][setting] = last
         rows = []
         for name in names:
@@ -174,7 +166,8 @@ def main() -> None:
                          ratio, " / ".join(shares)])  # fmt: skip
         header = ["loop", "steps/s", "min - max", "per CPU second", "x SB3", "environment / inference / update"]
         page += f"\n## {setting}\n\n" + markdown_table(header, rows)
-        write_results("cage2_loop", data, page + "\n" + machine_line(info))
+        folder = QUICK_RESULTS if options.quick else RESULTS
+        write_results("cage2_loop", data, page + "\n" + machine_line(info), folder)
 
 
 if __name__ == "__main__":

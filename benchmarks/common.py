@@ -1,4 +1,8 @@
-"""What every benchmark needs: machine facts, fair interleaved rounds, results as JSON and Markdown."""
+"""What every benchmark needs: machine facts, fair interleaved rounds, results as JSON and Markdown.
+
+A benchmark's JSON holds "machine" (see `machine_info`) and, where it compares speeds, "rows" (see `rows_of`), which
+`benchmarks.compare` reads; what else it holds is its own affair.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +11,16 @@ import os
 import platform
 import statistics
 import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
+QUICK_RESULTS = ROOT / "runs" / "bench"  # of --quick: too few rounds to be shown, enough to see that all works
 
 
 def machine_info(packages: Sequence[str] = ()) -> dict[str, Any]:
@@ -77,6 +83,29 @@ def interleave(candidates: dict[str, Callable[[], float]], rounds: int) -> dict[
     return figures
 
 
+def in_fresh_process(benchmark: str, *arguments: object) -> dict[str, Any]:
+    """Run `python -m benchmarks.{benchmark} --one ...arguments` and return what its last line says, as JSON.
+
+    Raises RuntimeError with the end of its standard error if it fails.
+    """
+    command = [sys.executable, "-m", f"benchmarks.{benchmark}", "--one", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def rows_of(group: str, figures: dict[str, list[float]], peers: Collection[str]) -> list[dict[str, Any]]:
+    """Return the rows that `benchmarks.compare` reads: one for each candidate, with the figures of all rounds.
+
+    Args:
+        group: what was measured; only candidates of one group, which took turns, are set in proportion.
+        figures: what `interleave` returned; more must be better.
+        peers: those of the candidates that are not ours: the measure that ours are held against.
+    """
+    return [{"group": group, "name": name, "peer": name in peers, "rounds": rounds} for name, rounds in figures.items()]
+
+
 def summary(figures: Sequence[float]) -> dict[str, float]:
     """Return median, minimum and maximum of one candidate's figures, and how many there are."""
     return {
@@ -99,13 +128,14 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
 
 
 def machine_line(info: dict[str, Any]) -> str:
-    """Return `machine_info` as one sentence for the foot of a Markdown page."""
+    """Return `machine_info` as one sentence for the foot of a Markdown page, and note the load afterwards in it."""
+    info["load_average_after"] = [round(load, 2) for load in os.getloadavg()]
     versions = ", ".join(f"{name} {version}" for name, version in info["packages"].items() if version)
     changes = " with uncommitted changes" if info["uncommitted_changes"] else ""
     return (
         f"Measured {info['date']} at commit {info['commit']}{changes} on {info['cores']} cores of "
         f"{info['cpu']}, {info['memory_gib']} GiB, Python {info['python']}, {versions}; "
-        f"load average before: {info['load_average'][0]}.\n"
+        f"load average {info['load_average'][0]} before, {info['load_average_after'][0]} after.\n"
     )
 
 

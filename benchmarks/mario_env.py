@@ -1,6 +1,6 @@
 """Super Mario Bros stepping alone: MarioEnv against the bare emulator, and against the canonical stack of wrappers.
 
-    python -m benchmarks.mario_env [--rounds 7] [--seconds 2] [--peer-python PATH]
+    python -m benchmarks.mario_env [--rounds 7] [--seconds 2] [--peer-python PATH] [--quick]
 
 One process, one environment unless said otherwise, random actions to the right, episodes begin anew as they end. The
 limit is the bare emulator: the same four frames a step, without looking at the picture or at RAM. The canonical stack
@@ -23,18 +23,21 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import (
+    QUICK_RESULTS,
+    RESULTS,
     interleave,
     machine_info,
     machine_line,
     markdown_table,
     median_ratio,
-    summary,
+    rows_of,
     write_results,
 )
 from envs.mario import MarioEnv, available_backends
 from envs.nes_core import make_core
 
 ACTIONS = np.random.default_rng(0).integers(1, 5, 4096).tolist()  # right, with and without A and B
+CANONICAL = "canonical stack (gray84)"
 NUM_TOGETHER = 16  # environments of one process, as a worker of SubprocVecEnv holds them
 
 PEER = """
@@ -166,7 +169,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="how often each candidate is measured")
     parser.add_argument("--seconds", type=float, default=2.0, help="length of one measurement")
     parser.add_argument("--peer-python", help="an interpreter with the canonical stack; left out if not given")
+    parser.add_argument("--quick", action="store_true", help="two rounds of half a second")
     args = parser.parse_args()
+    if args.quick:
+        args.rounds, args.seconds = 2, 0.5
 
     info = machine_info(["nes-py", "stable-retro", "gym-super-mario-bros", "numpy", "pillow", "gymnasium"])
     candidates: dict[str, Callable[[], float]] = {}
@@ -182,14 +188,14 @@ def main() -> None:
             count(step, 0.2)
             candidates[f"{backend}: {name}"] = partial(count, step, args.seconds)
     if args.peer_python:
-        candidates["canonical stack (gray84)"] = canonical(args.peer_python, args.seconds)
+        candidates[CANONICAL] = canonical(args.peer_python, args.seconds)
     figures = interleave(candidates, args.rounds)
 
     rows = []
     for name, values in figures.items():
         backend = name.split(":")[0]
         limit = figures.get(f"{backend}: bare emulator")
-        peer = figures.get("canonical stack (gray84)")
+        peer = figures.get(CANONICAL)
         rows.append([
             name,
             f"{np.median(values):,.0f}",
@@ -210,8 +216,14 @@ def main() -> None:
         + "\n"
         + machine_line(info)
     )
-    data = {"machine": info, "steps_per_second": {k: summary(v) for k, v in figures.items()}, "state_us": costs}
-    write_results("mario_env", data, markdown)
+    peers = [name for name in figures if name.endswith("bare emulator") or name == CANONICAL]
+    rows_by_backend = [
+        row
+        for backend in available_backends()
+        for row in rows_of(backend, {k: v for k, v in figures.items() if k.startswith((backend, CANONICAL))}, peers)
+    ]
+    data = {"machine": info, "rows": rows_by_backend, "state_us": costs}
+    write_results("mario_env", data, markdown, QUICK_RESULTS if args.quick else RESULTS)
 
 
 if __name__ == "__main__":

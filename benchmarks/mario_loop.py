@@ -1,6 +1,7 @@
 """Whole-loop throughput on Super Mario Bros: our script on each emulator beside SB3's PPO on the usual wrappers.
 
-    python -m benchmarks.mario_loop [--num-envs 16] [--num-steps 64] [--rounds 3]
+    python -m benchmarks.mario_loop [--num-envs 16] [--num-steps 64] [--rounds 5]
+    python -m benchmarks.mario_loop --quick    # 8 environments x 32 steps, two rounds, without the float32 variant
 
 Emulating, inferring and learning are timed together, in environment steps (of four frames) per second. All loops have
 the same network (Nature CNN on four grey 64 x 64 pictures, 607 thousand weights), 7 actions, minibatches of 256 and
@@ -28,11 +29,14 @@ from PIL import Image
 
 import ppo_atari_mario as mario
 from benchmarks.common import (
+    QUICK_RESULTS,
+    RESULTS,
     interleave,
     machine_info,
     machine_line,
     markdown_table,
     median_ratio,
+    rows_of,
     summary,
     write_results,
 )
@@ -40,6 +44,7 @@ from envs.mario import available_backends
 
 REFERENCE = "SB3, usual wrappers (nes_py, float32)"
 MINIBATCH_SIZE, EPOCHS = 256, 4
+SHARES = ("env_share", "update_share")
 
 
 def ours(num_envs: int, num_steps: int, **options: Any) -> tuple[float, dict[str, float]]:
@@ -54,7 +59,7 @@ def ours(num_envs: int, num_steps: int, **options: Any) -> tuple[float, dict[str
         )  # fmt: skip
         mario.train(args)
         timing = mario.read_csv(Path(args.logdir or "") / "timing.csv")
-    return timing["time/sps"][-1], {name: float(timing[f"time/{name}"][-1]) for name in ("env_share", "update_share")}
+    return timing["time/sps"][-1], {name: float(timing[f"time/{name}"][-1]) for name in SHARES}
 
 
 class UsualMario(gym.Env):
@@ -94,8 +99,9 @@ class UsualMario(gym.Env):
 
 def sb3(num_envs: int, num_steps: int) -> tuple[float, dict[str, float]]:
     """Steps per second of the second update of a fresh run of SB3's PPO with our defaults."""
-    from stable_baselines3 import PPO
-    from stable_baselines3.common.vec_env import SubprocVecEnv, VecFrameStack
+    with contextlib.redirect_stderr(io.StringIO()):  # SB3 imports the old gym, which prints that it is not maintained
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.vec_env import SubprocVecEnv, VecFrameStack
 
     defaults = mario.Args()
     vec_env = VecFrameStack(SubprocVecEnv([UsualMario] * num_envs, start_method="fork"), 4)
@@ -118,15 +124,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--num-envs", type=int, default=16)
     parser.add_argument("--num-steps", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="8 x 32, two rounds, without the float32 variant")
     options = parser.parse_args()
+    if options.quick:
+        options.num_envs, options.num_steps, options.rounds = 8, 32, 2
     torch.set_num_threads(1)
 
     sizes = (options.num_envs, options.num_steps)
     loops: dict[str, Callable[[], tuple[float, dict[str, float]]]] = {}
     for backend in available_backends():
         loops[f"ours, {backend}"] = partial(ours, *sizes, backend=backend)
-    loops["ours, nes_py, float32"] = partial(ours, *sizes, backend="nes_py", amp=False)
+    if not options.quick:
+        loops["ours, nes_py, float32"] = partial(ours, *sizes, backend="nes_py", amp=False)
     loops[REFERENCE] = partial(sb3, *sizes)
     shares: dict[str, dict[str, float]] = {}
 
@@ -136,17 +146,18 @@ def main() -> None:
 
     info = machine_info(["torch", "numpy", "nes-py", "stable-retro", "stable-baselines3"])
     figures = interleave({name: partial(measure, name) for name in loops}, options.rounds)
-    rows, data = [], {}
+    rows = []
     for name, values in figures.items():
         ratio = median_ratio(values, figures[REFERENCE])
-        data[name] = {"steps_per_second": values, "ratio_to_sb3": ratio, "shares_of_last": shares[name]}
         middle = summary(values)
         rows.append([name, f"{middle['median']:,.0f}", f"{middle['min']:,.0f} - {middle['max']:,.0f}", f"{ratio:.2f}",
-                     *(f"{share:.0%}" for share in shares[name].values())])  # fmt: skip
+                     *(f"{shares[name][key]:.0%}" if shares[name] else "" for key in SHARES)])  # fmt: skip
     header = ["loop", "steps/s", "range", "x SB3", "emulation", "update"]
     markdown = "# Super Mario Bros: the whole loop\n\n" + markdown_table(header, rows)
-    markdown += f"\n{options.num_envs} environments x {options.num_steps} steps, {options.rounds} rounds.\n"
-    write_results("mario_loop", {"machine": info, "sizes": sizes, "loops": data}, markdown + machine_line(info))
+    markdown += f"\n{options.num_envs} environments x {options.num_steps} steps, {options.rounds} rounds.\n\n"
+    group = f"{options.num_envs} environments x {options.num_steps} steps"
+    data = {"machine": info, "rows": rows_of(group, figures, [REFERENCE]), "shares_of_last": shares}
+    write_results("mario_loop", data, markdown + machine_line(info), QUICK_RESULTS if options.quick else RESULTS)
 
 
 if __name__ == "__main__":

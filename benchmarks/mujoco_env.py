@@ -1,6 +1,6 @@
 """MuJoCo environments, stepping alone: MujocoBatchVecEnv against the limit, SyncVectorEnv and EnvPool.
 
-    python -m benchmarks.mujoco_env [--env-ids HalfCheetah-v5 Ant-v5] [--num-envs 16] [--rounds 9]
+    python -m benchmarks.mujoco_env [--env-ids HalfCheetah-v5 Ant-v5] [--num-envs 16] [--rounds 9] [--quick]
 
 The limit is what the cores give to physics alone: one process a thread, each with its share of the
 simulations, in a bare loop that writes the controls and calls `mj_step`, without observations or rewards;
@@ -25,11 +25,14 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from benchmarks.common import (
+    QUICK_RESULTS,
+    RESULTS,
     interleave,
     machine_info,
     machine_line,
     markdown_table,
     median_ratio,
+    rows_of,
     summary,
     write_results,
 )
@@ -156,18 +159,18 @@ def main() -> None:
     parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=0.5, help="length of one measurement")
+    parser.add_argument("--quick", action="store_true", help="HalfCheetah, three rounds of 0.2 s")
     args = parser.parse_args()
+    if args.quick:
+        args.env_ids, args.rounds, args.seconds = ENV_IDS[:1], 3, 0.2
     info = machine_info(["mujoco", "gymnasium", "numpy", "envpool"])
-    data: dict[str, Any] = {"machine": info, "arguments": vars(args), "steps_per_second": {}, "ratios": {}}
+    data: dict[str, Any] = {"machine": info, "arguments": vars(args), "rows": []}
     rows = []
     for env_id in args.env_ids:
         figures = compare(env_id, args.num_envs, args.num_threads, args.rounds, args.seconds)
         ours = figures["MujocoBatchVecEnv"]
         ratios = {name: median_ratio(ours, other) for name, other in figures.items()}
-        data["steps_per_second"][env_id] = {
-            name: {**summary(values), "all": values} for name, values in figures.items()
-        }
-        data["ratios"][env_id] = ratios
+        data["rows"] += rows_of(env_id, figures, figures.keys() - {"MujocoBatchVecEnv"})
         for name, values in figures.items():
             best = summary(ours)["max"] / summary(values)["max"]
             figure = summary(values)
@@ -183,7 +186,8 @@ def main() -> None:
             )
     header = ["task", "stepper", "steps/s (median)", "ours / this", "steps/s (best round)", "ours / this"]
     title = f"# MuJoCo stepping alone, {args.num_envs} environments, {args.num_threads} threads\n\n"
-    write_results("mujoco_env", data, title + markdown_table(header, rows) + "\n" + machine_line(info))
+    page = title + markdown_table(header, rows) + "\n" + machine_line(info)
+    write_results("mujoco_env", data, page, QUICK_RESULTS if args.quick else RESULTS)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Whole-loop training throughput on MuJoCo: our script beside a CleanRL-style loop and SB3, at equal sizes.
 
     python -m benchmarks.mujoco_loop            # HalfCheetah, Ant, Humanoid; three settings; five rounds
-    python -m benchmarks.mujoco_loop --quick    # HalfCheetah, two settings, two rounds
+    python -m benchmarks.mujoco_loop --quick    # HalfCheetah, one setting, three of the candidates, two rounds
 
 Every measurement is a process of its own that trains a few updates; the first three are warm-up (compiling, caches)
 and do not count. Candidates take turns within a round, so a busy moment of the machine hits all of them, and ratios
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from dataclasses import replace
@@ -21,12 +20,16 @@ from functools import partial
 from pathlib import Path
 
 from benchmarks.common import (
+    QUICK_RESULTS,
+    RESULTS,
     ROOT,
+    in_fresh_process,
     interleave,
     machine_info,
     machine_line,
     markdown_table,
     median_ratio,
+    rows_of,
     summary,
     write_results,
 )
@@ -34,6 +37,7 @@ from benchmarks.common import (
 WARM_UP = 3
 CANDIDATES = ["ours: batch", "ours: batch, no compile", "ours: subproc", "CleanRL-style: sync", "CleanRL-style: async",
               "SB3: dummy", "SB3: subproc"]  # fmt: skip
+PEERS = [name for name in CANDIDATES if not name.startswith("ours")]
 REFERENCES = ("CleanRL-style: sync", "SB3: dummy")
 SETTINGS = {  # name -> (num_envs, num_steps, minibatch)
     "16 x 128, minibatch 64": (16, 128, 64),
@@ -71,27 +75,13 @@ def measure(candidate: str, env_id: str, num_envs: int, num_steps: int, minibatc
 
 def in_process(shares: dict, candidate: str, env_id: str, sizes: tuple[int, int, int], updates: int) -> float:
     """Run `measure` in a fresh process and return its steps per second."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.mujoco_loop",
-        "--one",
-        candidate,
-        env_id,
-        *map(str, sizes),
-        str(updates),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{candidate} on {env_id} failed:\n{done.stderr[-2000:]}")
-    figures = json.loads(done.stdout.splitlines()[-1])
-    shares[candidate] = figures
-    return figures["sps"]
+    shares[candidate] = in_fresh_process("mujoco_loop", candidate, env_id, *sizes, updates)
+    return shares[candidate]["sps"]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="HalfCheetah, two settings, two rounds")
+    parser.add_argument("--quick", action="store_true", help="HalfCheetah, one setting, three candidates, two rounds")
     parser.add_argument("--rounds", type=int, default=None, help="rounds (default 5, quick 2)")
     parser.add_argument("--envs", nargs="+", default=None, help="environment ids")
     parser.add_argument("--one", nargs=6, help=argparse.SUPPRESS)
@@ -101,11 +91,12 @@ def main() -> None:
         print(json.dumps(measure(candidate, env_id, *map(int, sizes))))
         return
     env_ids = options.envs or (["HalfCheetah-v5"] if options.quick else ["HalfCheetah-v5", "Ant-v5", "Humanoid-v5"])
-    settings = dict(list(SETTINGS.items())[: 2 if options.quick else 3])
+    settings = dict(list(SETTINGS.items())[: 1 if options.quick else 3])
+    names = ["ours: batch", *REFERENCES] if options.quick else CANDIDATES
     rounds = options.rounds or (2 if options.quick else 5)
     updates = 5 if options.quick else 10
     info = machine_info(["torch", "gymnasium", "mujoco", "numpy", "stable-baselines3"])
-    data: dict = {"machine": info, "results": {}}
+    data: dict = {"machine": info, "rows": [], "last_shares": {}}
     page = "# Whole-loop training throughput on MuJoCo\n\n`python -m benchmarks.mujoco_loop`: " + (
         f"environment steps per second, median of {rounds} interleaved rounds of {updates} updates; ratios are medians "
         "of the ratios within rounds.\n"
@@ -113,18 +104,20 @@ def main() -> None:
     for env_id in env_ids:
         for setting, sizes in settings.items():
             shares: dict = {}
-            candidates = {name: partial(in_process, shares, name, env_id, sizes, updates) for name in CANDIDATES}
+            candidates = {name: partial(in_process, shares, name, env_id, sizes, updates) for name in names}
             figures = interleave(candidates, rounds)
-            data["results"][f"{env_id}, {setting}"] = {"figures": figures, "last_shares": shares}
+            data["rows"] += rows_of(f"{env_id}, {setting}", figures, PEERS)
+            data["last_shares"][f"{env_id}, {setting}"] = shares
             rows = []
-            for name in CANDIDATES:
+            for name in names:
                 ratios = [f"{median_ratio(figures[name], figures[reference]):.2f}" for reference in REFERENCES]
                 share = shares[name].get("env_share")
                 split = "" if share is None else f"{share:.0%} / {shares[name]['update_share']:.0%}"
                 rows.append([name, f"{summary(figures[name])['median']:,.0f}", *ratios, split])
             header = ["loop", "steps/s", *(f"x {reference}" for reference in REFERENCES), "environment / update share"]
             page += f"\n## {env_id}, {setting}\n\n" + markdown_table(header, rows)
-            write_results("mujoco_loop", data, page + "\n" + machine_line(info))
+            folder = QUICK_RESULTS if options.quick else RESULTS
+            write_results("mujoco_loop", data, page + "\n" + machine_line(info), folder)
 
 
 if __name__ == "__main__":

@@ -118,18 +118,16 @@ def cleanrl_style(env_id: str, num_envs: int, num_steps: int, minibatch: int, ep
     return seconds
 
 
-def sb3(env_id: str, num_envs: int, num_steps: int, minibatch: int, epochs: int, updates: int,
-        vectorization: str = "dummy", threads: int = 1) -> list[float]:  # fmt: skip
-    """Stable-Baselines3's PPO under its own VecNormalize, on its DummyVecEnv or SubprocVecEnv."""
-    from stable_baselines3 import PPO
+def sb3_seconds(model: Any, updates: int) -> list[float]:
+    """Train a Stable-Baselines3 PPO for so many updates; returns the seconds of each, collection included."""
     from stable_baselines3.common.callbacks import BaseCallback
-    from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecNormalize
 
     class Clock(BaseCallback):
         """Notes the time at the start of each rollout, which is the end of the update before it."""
 
-        times: list[float] = []
+        def __init__(self) -> None:
+            super().__init__()
+            self.times: list[float] = []
 
         def _on_rollout_start(self) -> None:
             self.times.append(time.perf_counter())
@@ -137,12 +135,22 @@ def sb3(env_id: str, num_envs: int, num_steps: int, minibatch: int, epochs: int,
         def _on_step(self) -> bool:
             return True
 
+    clock = Clock()
+    model.learn(total_timesteps=updates * model.n_envs * model.n_steps, callback=clock)
+    return np.diff([*clock.times, time.perf_counter()]).tolist()
+
+
+def sb3(env_id: str, num_envs: int, num_steps: int, minibatch: int, epochs: int, updates: int,
+        vectorization: str = "dummy", threads: int = 1) -> list[float]:  # fmt: skip
+    """Stable-Baselines3's PPO under its own VecNormalize, on its DummyVecEnv or SubprocVecEnv."""
+    from stable_baselines3 import PPO
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecNormalize
+
     torch.set_num_threads(threads)
     kind = {"dummy": DummyVecEnv, "subproc": SubprocVecEnv}[vectorization]
     vec_env = VecNormalize(make_vec_env(env_id, num_envs, seed=1, vec_env_cls=kind))
     model = PPO("MlpPolicy", vec_env, n_steps=num_steps, batch_size=minibatch, n_epochs=epochs, device="cpu", seed=1)
-    clock = Clock()
-    model.learn(total_timesteps=updates * num_envs * num_steps, callback=clock)
-    clock.times.append(time.perf_counter())
+    seconds = sb3_seconds(model, updates)
     vec_env.close()
-    return np.diff(clock.times).tolist()
+    return seconds

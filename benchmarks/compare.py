@@ -1,0 +1,141 @@
+"""Compare two results of one benchmark: have our candidates become slower, next to the same peers?
+
+    python -m benchmarks.compare OLD.json NEW.json [--threshold 0.9]
+
+Absolute times say more about the machine and its load than about a change, so only ratios count: in each round of a
+run, our candidate's figure over the geometric mean of the peers' figures of that round. The change is that ratio in
+NEW over that in OLD, as a geometric mean over rounds, with Welch's t interval for the logarithms (scipy). All
+intervals together hold with 95 % (each is widened for their number), so two runs of the same code seldom raise an
+alarm. A candidate has regressed if its change is below the threshold and its interval below 1; a loss that the noise
+hides is not found, and takes more rounds. Exit code: 0, 1 for a regression, 2 for files that cannot be compared.
+"""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from benchmarks.common import markdown_table
+
+CONFIDENCE = 0.95  # of all intervals together
+
+
+class UsageError(ValueError):
+    """Files that cannot be compared; the message says why in one sentence."""
+
+
+def load(path: Path) -> dict[str, Any]:
+    """A benchmark's JSON. Raises UsageError if there is none, or it has no rows to compare."""
+    try:
+        data = json.loads(path.read_text())
+    except OSError as error:
+        raise UsageError(f"{path} cannot be read: {error.strerror}.") from None
+    except ValueError:
+        raise UsageError(f"{path} is not JSON.") from None
+    if not isinstance(data, dict) or not any(row["peer"] for row in data.get("rows", [])):
+        raise UsageError(f"{path} has no speeds of ours beside a peer's, so there is nothing to compare.")
+    return data
+
+
+def figures_of(data: dict[str, Any], peer: bool) -> dict[str, dict[str, np.ndarray]]:
+    """The rounds' figures by group and name, of the peers or of our candidates."""
+    figures: dict[str, dict[str, np.ndarray]] = {}
+    for row in data["rows"]:
+        if row["peer"] == peer:
+            figures.setdefault(row["group"], {})[row["name"]] = np.array(row["rounds"])
+    return figures
+
+
+def log_ratios(ours: np.ndarray, peers: list[np.ndarray]) -> np.ndarray:
+    """Logarithm of ours over the geometric mean of the peers, round by round."""
+    return np.log(ours) - np.mean([np.log(peer) for peer in peers], axis=0)
+
+
+def change(old: np.ndarray, new: np.ndarray, confidence: float) -> tuple[float, float, float]:
+    """exp(mean(new) - mean(old)) of two samples of logarithms, and its Welch interval."""
+    difference = float(new.mean() - old.mean())
+    low = high = difference
+    if max(old.std(), new.std()) > 1e-9:  # counts that never vary have no interval
+        low, high = stats.ttest_ind(new, old, equal_var=False).confidence_interval(confidence)
+    return float(np.exp(difference)), float(np.exp(low)), float(np.exp(high))
+
+
+def compare(old: dict[str, Any], new: dict[str, Any], threshold: float) -> list[dict[str, Any]]:
+    """A dict for each of our candidates that stands beside a shared peer in both results: group, name, peers, old and
+    new ratio, change, its interval, and whether it regressed. Raises UsageError if there is none."""
+    ours, peers = [figures_of(data, False) for data in (old, new)], [figures_of(data, True) for data in (old, new)]
+    pairs: list[tuple[str, str, list[str], np.ndarray, np.ndarray]] = []
+    for group in [group for group in ours[1] if group in ours[0]]:
+        shared = [name for name in peers[1].get(group, {}) if name in peers[0].get(group, {})]
+        for name in [name for name in ours[1][group] if name in ours[0][group] and shared]:
+            before, after = (
+                log_ratios(ours[k][group][name], [peers[k][group][peer] for peer in shared]) for k in (0, 1)
+            )
+            if min(len(before), len(after)) < 2:
+                raise UsageError(f"{name} ({group}) was measured in one round only; an interval takes two or more.")
+            pairs.append((group, name, shared, before, after))
+    if not pairs:
+        raise UsageError("The two results share no candidate of ours that stands beside a shared peer.")
+    compared = []
+    for group, name, shared, before, after in pairs:
+        ratio, low, high = change(before, after, 1 - (1 - CONFIDENCE) / len(pairs))
+        compared.append({
+            "group": group, "name": name, "peers": shared, "old": float(np.exp(before.mean())),
+            "new": float(np.exp(after.mean())), "change": ratio, "interval": (low, high),
+            "regressed": ratio < threshold and high < 1,
+        })  # fmt: skip
+    return compared
+
+
+def report(old: dict[str, Any], new: dict[str, Any], compared: list[dict[str, Any]], threshold: float) -> str:
+    """The comparison as Markdown, with what differs between the two machines."""
+    rows = [
+        [
+            row["group"], row["name"], f"{row['old']:.2f}", f"{row['new']:.2f}", f"{row['change']:.3f}",
+            f"{row['interval'][0]:.3f} to {row['interval'][1]:.3f}", "**slower**" if row["regressed"] else "",
+        ]
+        for row in compared
+    ]  # fmt: skip
+    page = markdown_table(["group", "ours", "old ours / peers", "new", "new / old", "interval", ""], rows)
+    names = {tuple(row["peers"]) for row in compared}
+    page += f"\nPeers: {'; '.join(', '.join(peers) for peers in sorted(names))}.\n"
+    for label, data in (("Old", old), ("New", new)):
+        info = data["machine"]
+        page += f"{label}: commit {info['commit']}, {info['cpu']}, load {info['load_average'][0]}, {info['date']}.\n"
+    versions = [data["machine"]["packages"] for data in (old, new)]
+    for name in sorted(versions[0].keys() | versions[1].keys()):
+        before, after = (packages.get(name) for packages in versions)
+        if before != after:
+            page += f"Note: {name} was {before or 'not installed'} and is {after or 'not installed'}.\n"
+    for fact in ("cpu", "cores"):
+        if old["machine"][fact] != new["machine"][fact]:
+            page += f"Note: the {fact} differ, and ratios of different machines may differ without any change.\n"
+    slower = sum(row["regressed"] for row in compared)
+    return page + f"{slower} of {len(compared)} are slower than {threshold:g} of what they were.\n"
+
+
+def main(argv: list[str]) -> int:
+    """Run the command line; returns the exit code: 0, 1 for a regression, 2 for files that cannot be compared."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("old", type=Path)
+    parser.add_argument("new", type=Path)
+    parser.add_argument("--threshold", type=float, default=0.9, help="the change below which it is a regression")
+    options = parser.parse_args(argv)
+    try:
+        if not 0 < options.threshold <= 1:
+            raise UsageError(f"--threshold must be above 0 and at most 1, not {options.threshold}.")
+        old, new = load(options.old), load(options.new)
+        compared = compare(old, new, options.threshold)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(report(old, new, compared, options.threshold), end="")
+    return int(any(row["regressed"] for row in compared))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
