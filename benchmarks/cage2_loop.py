@@ -1,7 +1,7 @@
 """Whole-loop training throughput on CAGE2: our script beside Stable-Baselines3's PPO on the same game.
 
     python -m benchmarks.cage2_loop            # 25 and 256 environments, five rounds
-    python -m benchmarks.cage2_loop --quick    # 25 environments, three of the candidates, two rounds
+    python -m benchmarks.cage2_loop --quick    # 25 environments, two of the candidates, two rounds
 
 Every measurement is a process of its own that trains a few updates; the first ones are warm-up (compiling, caches) and
 do not count. Candidates take turns within a round, so a busy moment of the machine hits all of them, and ratios are
@@ -43,7 +43,7 @@ SETTINGS = {  # name -> (num_envs, minibatch, updates of ours, updates of SB3: 2
 }
 CANDIDATES = ("ours: batch", "ours: batch, 2 threads", "ours: batch, memory", "ours: batch, memory, 2 threads",
               "ours: batch, no compile", "ours: subproc", REFERENCE)  # fmt: skip
-QUICK_CANDIDATES = ("ours: batch", "ours: batch, memory", REFERENCE)
+QUICK_CANDIDATES = ("ours: batch", REFERENCE)
 
 
 def cpu_seconds() -> float:
@@ -125,7 +125,7 @@ def in_process(last: dict[str, Any], candidate: str, setting: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="25 environments, three candidates, two rounds")
+    parser.add_argument("--quick", action="store_true", help="25 environments, two candidates, two rounds")
     parser.add_argument("--rounds", type=int, default=None, help="rounds (default 5, quick 2)")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.cage2 import ACTION_NAMES, DRAW_NAMES, HOSTS, NUM_ACTIONS, RED_AGENTS, Cage2Env, Cage2VecEnv, simulator
+from envs.cage2.render import describe
 from envs.subproc_vec_env import SubprocVecEnv
 
 MIXTURE = {"b_line": 0.5, "meander": 0.4, "sleep": 0.1}
@@ -119,6 +120,31 @@ def test_vector_environment_gives_what_gymnasiums_gives_for_single_ones(state_in
             for key in (constant, f"_{constant}"):
                 expected_infos.pop(key, None)
         assert_same(step[4], expected_infos)
+
+
+def test_infos_where_some_episodes_end_and_texts_of_many_environments() -> None:
+    """`describe`, environment by environment, is what the batch says; ends come at different steps."""
+    env = Cage2VecEnv(200, MIXTURE, green=True, max_steps=5, seed=0, state_in_info=True)
+    env.reset()
+    shifted = env.get_state()
+    shifted["steps"] = np.arange(200, dtype=shifted["steps"].dtype) % 5
+    env.set_state(shifted)
+    for actions in random_actions(6, 200):
+        before = env.get_state()
+        _, _, _, truncations, infos = env.step(actions)
+        assert 0 < truncations.sum() < 200
+        for n in range(200):
+            expected = describe(env._states[n])
+            assert_same({key: infos[key][n] for key in expected}, expected)
+            assert all(infos[f"_{key}"][n] and infos["final_info"][f"_{key}"][n] == truncations[n] for key in expected)
+            if not truncations[n]:
+                assert infos["final_info"]["red_action"][n] is None
+                assert not infos["final_info"]["red_sessions"][n].any()
+        one = int(np.flatnonzero(truncations)[0])  # its last step once more, without the restart
+        single = Cage2Env(MIXTURE, green=True, max_steps=5)
+        single.set_state({name: values[one : one + 1] for name, values in before.items()})
+        expected = single.step(int(actions[one]))[4]
+        assert_same({key: infos["final_info"][key][one] for key in expected}, expected)
 
 
 def test_subproc_vec_env_holds_25_of_them() -> None:

@@ -29,6 +29,24 @@ def describe(state: Any) -> dict[str, Any]:
     }
 
 
+def describe_all(states: np.ndarray) -> dict[str, np.ndarray]:
+    """`describe` of every record of `states` (N,), each key's values in one array (N, ...), texts in object arrays."""
+    code = np.zeros(len(states), np.int64)  # one number for all that makes up a text, so that each is written once
+    for name in ("red_action", "red_subnet", "red_target", "red_exploit", "red_success"):
+        code = code * 64 + states[name] + 1
+    _, examples, which = np.unique(code, return_index=True, return_inverse=True)
+    texts = np.array([red_action_text(states[n]) for n in examples], object)
+    return {
+        "red_agent": np.array(RED_AGENTS, object)[states["red_agent"]],
+        "blue_action": np.array(ACTION_NAMES, object)[states["blue_action"]],
+        "red_action": texts[which],
+        "red_access": states["red_access"].copy(),
+        "clearable": states["clearable"].astype(np.bool_),
+        "red_sessions": states["sessions"].copy(),
+        "decoys": states["decoys"].copy(),
+    }
+
+
 def red_action_text(state: Any) -> str:
     """Red's last action, its target, its exploit and whether it failed, as one phrase."""
     text = RED_ACTIONS[state.red_action]

@@ -10,7 +10,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from . import simulator
-from .render import describe, render_ansi, render_rgb
+from .render import describe_all, render_ansi, render_rgb
 from .scenario import NUM_ACTIONS, OBS_SIZE, RED_AGENTS
 from .state import CHANGING, FREE
 
@@ -73,7 +73,7 @@ class Cage2VecEnv(VectorEnv):
         wrapper: "challenge", the official observation, or "cardiff", that of the winner's repository.
         max_steps: episode length.
         seed: environment n starts on the random stream of seed + n; None seeds from the operating system.
-        state_in_info: put `describe`'s account of the true state in every info (slow; for people).
+        state_in_info: put `describe`'s account of the true state in every info (a microsecond each; for people).
         render_mode: what `render` returns for each environment: "ansi" text or "rgb_array" picture.
 
     Raises ValueError, in one sentence, on any setting, action, seed or state that does not fit.
@@ -195,24 +195,30 @@ class Cage2VecEnv(VectorEnv):
         return obs, rewards, np.zeros(self.num_envs, np.bool_), truncations, infos | self._infos()
 
     def _infos(self) -> dict[str, Any]:
-        """Gymnasium's batched form of `describe` for every environment, or nothing unless asked for."""
+        """What `describe` says of every environment, unless that was not asked for."""
+        return self._described(np.ones(self.num_envs, np.bool_))
+
+    def _described(self, which: np.ndarray) -> dict[str, Any]:
+        """`describe` of the environments in the mask `which` (N,), in Gymnasium's batched form, if asked for.
+
+        Gymnasium's `_add_info`, one environment after the other, would take 35 times as long for 1,024 of them.
+        """
         infos: dict[str, Any] = {}
         if self._state_in_info:
-            for n in range(self.num_envs):
-                infos = self._add_info(infos, describe(self._states[n]), n)
+            for name, values in describe_all(self._states[which]).items():
+                shape, nothing = (self.num_envs, *values.shape[1:]), None if values.dtype == object else 0
+                infos[name], infos[f"_{name}"] = np.full(shape, nothing, values.dtype), which.copy()
+                infos[name][which] = values
         return infos
 
     def _final_infos(self, obs: np.ndarray, ended: np.ndarray) -> dict[str, Any]:
         final_obs = np.full(self.num_envs, None, object)
-        final_info: dict[str, Any] = {}
         for n in np.flatnonzero(ended).tolist():
             final_obs[n] = obs[n].copy()
-            if self._state_in_info:
-                final_info = self._add_info(final_info, describe(self._states[n]), n)
         return {
             "final_obs": final_obs,
             "_final_obs": ended.copy(),
-            "final_info": final_info,
+            "final_info": self._described(ended),
             "_final_info": ended.copy(),
         }
 
