@@ -1,0 +1,222 @@
+"""How throughput and memory grow with the number of environments and of workers.
+
+    python -m benchmarks.scaling            # 1 to 4,096 environments, three rounds: about ten minutes
+    python -m benchmarks.scaling --quick    # a few counts, two short rounds
+
+Each measurement is a process of its own, which builds the environments, steps them with random actions (episodes end
+and begin anew), and then adds up the memory of itself and its workers. All take turns, round after round. "Memory" is
+the proportional set size (PSS): pages that processes share count once in all. "Peak" is the sum of each process's own
+maximum (VmHWM), which counts shared pages once for each process. Linux only, for it reads /proc.
+
+Cost is "no faster than linear" if a step of N environments takes at most N times as long as a step of one, for which
+the table gives the cost of one environment's step over the lowest cost at any smaller N; a cost that grew with the
+square of N would double there with every doubling of N.
+"""
+
+import argparse
+import json
+import os
+import re
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
+
+from benchmarks.common import (
+    QUICK_RESULTS,
+    RESULTS,
+    in_fresh_process,
+    interleave,
+    machine_info,
+    machine_line,
+    markdown_table,
+    rows_of,
+    summary,
+    write_results,
+)
+from envs.cage2 import Cage2VecEnv
+from envs.mario import MarioEnv, available_backends
+from envs.mujoco_batch import MujocoBatchVecEnv
+from envs.subproc_vec_env import SubprocVecEnv
+
+CORES = len(os.sched_getaffinity(0))
+COUNTS = (1, 4, 16, 64, 256, 1024, 4096)
+WORKERS = (1, 2, 4, 8)  # tried with NUM_ENVS_OF_WORKERS environments, where there are workers
+NUM_ENVS_OF_WORKERS = 64
+TOLERANCE = 1.25  # a cost per environment that grows by less is noise, or a cache that is full
+PEER = "SyncVectorEnv, CartPole-v1"
+
+
+def subproc(env_fn: Callable[[], gym.Env], num_envs: int, workers: int) -> VectorEnv:
+    return SubprocVecEnv([env_fn] * num_envs, workers, autoreset_mode="SameStep", episode_statistics=True)
+
+
+CARTPOLE = partial(gym.make, "CartPole-v1")
+MARIO_COUNTS = {"fceumm": (1, 4, 16, 64, 256), "nes_py": (1, 4, 16)}
+# name -> (how to build num_envs of it with so many workers, the counts, whether it has workers)
+KINDS: dict[str, tuple[Callable[[int, int], VectorEnv], tuple[int, ...], bool]] = {
+    "Cage2VecEnv": (lambda num_envs, _: Cage2VecEnv(num_envs, "meander"), COUNTS, False),
+    "Cage2VecEnv, state in infos": (
+        lambda num_envs, _: Cage2VecEnv(num_envs, "meander", state_in_info=True), COUNTS, False),
+    "MujocoBatchVecEnv, HalfCheetah-v5": (
+        lambda num_envs, workers: MujocoBatchVecEnv("HalfCheetah-v5", num_envs, workers), COUNTS, True),
+    "SubprocVecEnv, CartPole-v1": (partial(subproc, CARTPOLE), COUNTS, True),
+    PEER: (lambda num_envs, _: SyncVectorEnv([CARTPOLE] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP),
+           COUNTS, False),
+    **{f"SubprocVecEnv, Mario on {backend}": (partial(subproc, partial(MarioEnv, "1-1", backend)), counts, False)
+       for backend, counts in MARIO_COUNTS.items() if backend in available_backends()},
+}  # fmt: skip
+
+
+def process_tree(pid: int) -> list[int]:
+    """A process and all that descend from it."""
+    children = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        children += [int(child) for child in (task / "children").read_text().split()]
+    return [pid, *(descendant for child in children for descendant in process_tree(child))]
+
+
+def memory() -> dict[str, float]:
+    """MiB of this process and its descendants: PSS, that part of it which is shared memory, and the sum of peaks."""
+
+    def kib(file: str, name: str) -> int:
+        found = re.search(rf"^{name}:\s+(\d+) kB", Path(file).read_text(), re.MULTILINE)
+        return int(found[1]) if found else 0
+
+    tree = process_tree(os.getpid())
+    return {
+        "memory_mib": sum(kib(f"/proc/{pid}/smaps_rollup", "Pss") for pid in tree) / 1024,
+        "shared_mib": sum(kib(f"/proc/{pid}/smaps_rollup", "Pss_Shmem") for pid in tree) / 1024,
+        "peak_mib": sum(kib(f"/proc/{pid}/status", "VmHWM") for pid in tree) / 1024,
+    }
+
+
+def measure(kind: str, num_envs: int, workers: int, seconds: float) -> dict[str, float]:
+    """Build, step for so many seconds (at least three steps) and weigh, in this process."""
+    build_start = time.perf_counter()
+    envs = KINDS[kind][0](num_envs, workers)
+    try:
+        envs.action_space.seed(0)
+        actions = [envs.action_space.sample() for _ in range(16)]
+        envs.reset(seed=0)
+        envs.step(actions[0])
+        built = time.perf_counter() - build_start
+        steps, start = 0, time.perf_counter()
+        while (elapsed := time.perf_counter() - start) < seconds or steps < 3:
+            envs.step(actions[steps % len(actions)])
+            steps += 1
+        return {"steps_per_second": steps * num_envs / elapsed, "seconds_to_build": built, **memory()}
+    finally:
+        envs.close()
+
+
+def growth(counts: list[int], speeds: list[float]) -> dict[str, Any]:
+    """How the cost of a step grows: the exponent of a power law fitted from 16 environments on, and the largest rise
+    of the cost per environment over the lowest at fewer environments, with the count where it is."""
+    from scipy import stats
+
+    costs = 1 / np.array(speeds)  # seconds for one environment's step
+    rises = costs[1:] / np.minimum.accumulate(costs)[:-1]
+    worst = int(np.argmax(rises))
+    many = np.array(counts) >= 16
+    exponent = None
+    if many.sum() > 1:
+        seconds = np.array(counts)[many] * costs[many]  # for a step of all
+        exponent = float(stats.linregress(np.log(np.array(counts)[many]), np.log(seconds)).slope)
+    return {"exponent": exponent, "rise": float(rises[worst]), "at": counts[worst + 1]}
+
+
+def kib_per_environment(counts: list[int], memory_mib: list[float]) -> float:
+    """Slope between the fewest from 4 on (there all workers are at work) and the most environments."""
+    first = next(i for i, count in enumerate(counts) if count >= 4)
+    return 1024 * (memory_mib[-1] - memory_mib[first]) / (counts[-1] - counts[first])
+
+
+def draw(points: list[dict[str, Any]], path: Path) -> None:
+    """Steps per second and memory over the number of environments."""
+    import matplotlib.figure
+
+    figure = matplotlib.figure.Figure(figsize=(12, 4.8), layout="constrained")
+    for axis, key, label in zip(
+        figure.subplots(1, 2), ("steps_per_second", "memory_mib"), ("environment steps/s", "memory, MiB"), strict=True
+    ):
+        for kind in KINDS:
+            line = [point for point in points if point["kind"] == kind and point["workers"] in (0, CORES)]
+            axis.loglog([p["num_envs"] for p in line], [p[key] for p in line], "o-", ms=3, lw=1.2, label=kind)
+        axis.set(xlabel="environments", ylabel=label)
+        axis.grid(alpha=0.3)
+    figure.axes[0].legend(fontsize=7)
+    figure.savefig(path, dpi=100)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a few counts, two rounds of 0.2 s")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=1.0, help="length of one measurement")
+    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.one:
+        kind, num_envs, workers, seconds = options.one
+        print(json.dumps(measure(kind, int(num_envs), int(workers), float(seconds))))
+        return
+    if options.quick:
+        options.rounds, options.seconds = 2, 0.2
+    info = machine_info(["gymnasium", "mujoco", "numpy", "numba", "nes-py", "stable-retro"])
+    wanted: list[tuple[str, int, int]] = []  # kind, environments, workers (0: it has none to choose)
+    for kind, (_, counts, has_workers) in KINDS.items():
+        counts = tuple(count for count in counts if count in (4, 16, 1024)) if options.quick else counts
+        wanted += [(kind, count, CORES if has_workers or "Mario" in kind else 0) for count in counts]
+        if has_workers and not options.quick:
+            wanted += [(kind, NUM_ENVS_OF_WORKERS, workers) for workers in WORKERS if workers != CORES]
+    measured: dict[tuple[str, int, int], list[dict[str, float]]] = {key: [] for key in wanted}
+
+    def speed(key: tuple[str, int, int]) -> float:
+        measured[key].append(in_fresh_process("scaling", *key, options.seconds))
+        return measured[key][-1]["steps_per_second"]
+
+    figures = interleave({str(key): partial(speed, key) for key in wanted}, options.rounds)
+    points: list[dict[str, Any]] = []
+    for key in wanted:
+        medians = {name: float(np.median([one[name] for one in measured[key]])) for name in measured[key][0]}
+        points.append({"kind": key[0], "num_envs": key[1], "workers": key[2], **medians, "rounds": figures[str(key)]})
+
+    page = "# Throughput and memory against the number of environments\n\n`python -m benchmarks.scaling`: steps/s of "
+    page += f"single environments, random actions, medians of {options.rounds} interleaved rounds.\n"
+    page += "\n![steps per second and memory](scaling.png)\n\n## How the cost of a step grows\n\n"
+    fits, rows = {}, []
+    for kind in KINDS:
+        line = [p for p in points if p["kind"] == kind and p["workers"] in (0, CORES)]
+        counts = [p["num_envs"] for p in line]
+        fit = growth(counts, [p["steps_per_second"] for p in line])
+        fit["kib_per_environment"] = kib_per_environment(counts, [p["memory_mib"] for p in line])
+        fits[kind] = fit
+        verdict = "yes" if fit["rise"] < TOLERANCE else f"no: {fit['rise']:.2f} times the cost at {fit['at']:,}"
+        exponent = "" if fit["exponent"] is None else f"{fit['exponent']:.2f}"
+        rows.append([kind, f"{counts[0]:,} to {counts[-1]:,}", exponent, verdict, f"{fit['kib_per_environment']:,.1f}"])
+    header = ["stepper", "environments", "exponent from 16 on", "no faster than linear", "memory per environment, KiB"]
+    page += markdown_table(header, rows) + "\n## All measurements\n\n"
+    page += markdown_table(
+        ["stepper", "environments", "workers", "steps/s", "min - max", "memory, MiB", "of it shared", "peak, MiB",
+         "seconds to build"],
+        [[p["kind"], f"{p['num_envs']:,}", p["workers"] or "", f"{p['steps_per_second']:,.0f}",
+          f"{summary(p['rounds'])['min']:,.0f} - {summary(p['rounds'])['max']:,.0f}", f"{p['memory_mib']:,.0f}",
+          f"{p['shared_mib']:,.1f}", f"{p['peak_mib']:,.0f}", f"{p['seconds_to_build']:.2f}"] for p in points],
+    )  # fmt: skip
+    rows_to_compare: list[dict[str, Any]] = []
+    for count in dict.fromkeys(p["num_envs"] for p in points):
+        together = {p["kind"]: p["rounds"] for p in points if p["num_envs"] == count and p["workers"] in (0, CORES)}
+        rows_to_compare += rows_of(f"{count:,} environments", together, [PEER])
+    data = {"machine": info, "rows": rows_to_compare, "points": points, "fits": fits}
+    folder = QUICK_RESULTS if options.quick else RESULTS
+    write_results("scaling", data, page + "\n" + machine_line(info), folder)
+    draw(points, folder / "scaling.png")
+
+
+if __name__ == "__main__":
+    main()
