@@ -3,7 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test slow lint format fceumm clean
+.PHONY: train test slow lint format fceumm bench clean
+
+BENCHMARKS := vec_env scaling cage2 cage2_loop cage2_learning mujoco_env mujoco_loop mujoco_learning mario_env mario_loop seeds
 
 $(VENV)/.ready: requirements.txt
 	$(PYTHON) -m venv $(VENV)
@@ -33,3 +35,11 @@ clean:
 
 fceumm: $(VENV)/.ready  ## the faster Mario emulator; --no-deps because its pyglet differs from nes-py's, and neither is used
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps stable-retro==1.0.1
+
+$(VENV)/.bench: pyproject.toml $(VENV)/.ready  ## the extra `bench`, without the project itself; torch and NumPy stay
+	$(BIN)/pip install --quiet --disable-pip-version-check -c requirements.txt $$($(BIN)/python -c \
+	"import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['bench'])")
+	touch $@
+
+bench: $(VENV)/.bench fceumm   ## the quick form of every benchmark, into runs/bench; the long forms write results/
+	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done

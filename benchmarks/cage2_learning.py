@@ -1,12 +1,15 @@
 """The CAGE2 results page from finished runs: nine cells over 1,000 fresh episodes each, and the learning curves.
 
     python -m benchmarks.cage2_learning runs/seed_1 runs/seed_2 ... [--episodes 1000]
+    python -m benchmarks.cage2_learning --quick    # trains for 100,000 steps first, then 20 episodes
 
 Each run's best.pt (chosen on 200 episodes a cell with seeds from 10,000) plays episodes with seeds from 1,000,000,
 which no run has seen, with deterministic actions, under the rules it was trained on. Published rows are quoted.
 """
 
 import argparse
+import shutil
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +17,7 @@ from typing import Any
 
 import matplotlib.figure
 
-from benchmarks.common import ROOT, machine_info, machine_line, markdown_table, write_results
+from benchmarks.common import QUICK_RESULTS, RESULTS, ROOT, machine_info, machine_line, markdown_table, write_results
 
 CELLS = [f"{red}_{horizon}" for horizon in (30, 50, 100) for red in ("b_line", "meander", "sleep")]
 PUBLISHED = {  # rules, the cells in the order of CELLS, score
@@ -61,9 +64,19 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("logdirs", nargs="+", type=Path, help="run folders of ppo_cage2_parallel.py")
+    parser.add_argument("logdirs", nargs="*", type=Path, help="run folders of ppo_cage2_parallel.py")
     parser.add_argument("--episodes", type=int, default=1000, help="episodes against each red agent")
+    parser.add_argument("--quick", action="store_true", help="train a run of 100,000 steps, evaluate 20 episodes")
     options = parser.parse_args()
+    folder = QUICK_RESULTS if options.quick else RESULTS
+    if options.quick:
+        options.logdirs, options.episodes = [QUICK_RESULTS / "cage2_run"], 20
+        shutil.rmtree(options.logdirs[0], ignore_errors=True)
+        flags = ["--total-timesteps", "100000", "--eval-every", "50000", "--eval-episodes", "20", "--no-compile"]
+        command = [sys.executable, "ppo_cage2_parallel.py", *flags, "--logdir", str(options.logdirs[0])]
+        subprocess.run(command, cwd=ROOT, check=True)
+    if not options.logdirs:
+        parser.error("name the run folders of ppo_cage2_parallel.py, or --quick")
     info = machine_info(["torch", "gymnasium", "numpy", "numba"])
     runs = {}
     for logdir in options.logdirs:
@@ -84,8 +97,8 @@ def main() -> None:
         "Blue is not told which red agent it faces.\n\n" + markdown_table(header, rows) + "\n"
         "![learning curves](cage2_learning.png)\n\n" + machine_line(info)
     )
-    write_results("cage2_learning", {"machine": info, "runs": runs}, page)
-    draw(runs, ROOT / "results" / "cage2_learning.png")
+    write_results("cage2_learning", {"machine": info, "runs": runs}, page, folder)
+    draw(runs, folder / "cage2_learning.png")
 
 
 if __name__ == "__main__":

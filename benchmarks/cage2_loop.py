@@ -72,7 +72,7 @@ def measure_ours(variant: str, num_envs: int, minibatch: int, updates: int) -> d
             marks.append((time.perf_counter(), cpu_seconds()))
         write(self, file, step, metrics)
 
-    script.Logger.write = noting_write
+    script.Logger.write = noting_write  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as scratch:
         args.logdir, args.total_timesteps = f"{scratch}/run", args.batch_size * (warm_up + updates)
         script.train(args)
@@ -149,8 +149,8 @@ def main() -> None:
         names = list(QUICK_CANDIDATES if options.quick else CANDIDATES)
         if not SETTINGS[setting][-1]:
             names.remove(REFERENCE)
-        figures = interleave({name: partial(in_process, last, name, setting) for name in names}, rounds)
-        data["rows"] += rows_of(setting, figures, [REFERENCE])
+        speeds = interleave({name: partial(in_process, last, name, setting) for name in names}, rounds)
+        data["rows"] += rows_of(setting, speeds, [REFERENCE])
         data["results"][setting] = last
         rows = []
         for name in names:
@@ -159,8 +159,8 @@ def main() -> None:
                 f"{one[-1][key]:.0%}" for key in ("env_share", "inference_share", "update_share") if key in one[-1]
             ]
             cpu = [measurement["per_cpu_second"] for measurement in one if "per_cpu_second" in measurement]
-            wall = summary(figures[name])
-            ratio = f"{median_ratio(figures[name], figures[REFERENCE]):.1f}" if REFERENCE in names else ""
+            wall = summary(speeds[name])
+            ratio = f"{median_ratio(speeds[name], speeds[REFERENCE]):.1f}" if REFERENCE in names else ""
             rows.append([name, f"{wall['median']:,.0f}", f"{wall['min']:,.0f} - {wall['max']:,.0f}",
                          f"{summary(cpu)['median']:,.0f}" if cpu else "",
                          ratio, " / ".join(shares)])  # fmt: skip

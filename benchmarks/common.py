@@ -13,7 +13,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -63,7 +63,7 @@ def _cpu_model() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
-def interleave(candidates: dict[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
+def interleave(candidates: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Measure the candidates in turn, `rounds` times over, so that a busy moment of the machine hits all.
 
     Args:

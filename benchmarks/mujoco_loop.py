@@ -94,7 +94,7 @@ def main() -> None:
     settings = dict(list(SETTINGS.items())[: 1 if options.quick else 3])
     names = ["ours: batch", *REFERENCES] if options.quick else CANDIDATES
     rounds = options.rounds or (2 if options.quick else 5)
-    updates = 5 if options.quick else 10
+    updates = 3 if options.quick else 10
     info = machine_info(["torch", "gymnasium", "mujoco", "numpy", "stable-baselines3"])
     data: dict = {"machine": info, "rows": [], "last_shares": {}}
     page = "# Whole-loop training throughput on MuJoCo\n\n`python -m benchmarks.mujoco_loop`: " + (

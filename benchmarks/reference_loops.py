@@ -25,7 +25,7 @@ def cleanrl_env(env_id: str, gamma: float) -> gym.Env:
     env = gym.wrappers.NormalizeObservation(env)
     env = gym.wrappers.TransformObservation(env, lambda obs: np.clip(obs, -10, 10), env.observation_space)
     env = gym.wrappers.NormalizeReward(env, gamma=gamma)
-    return gym.wrappers.TransformReward(env, lambda reward: float(np.clip(reward, -10, 10)))
+    return gym.wrappers.TransformReward(env, lambda reward: float(np.clip(float(reward), -10, 10)))
 
 
 class ReferenceAgent(nn.Module):
@@ -148,7 +148,7 @@ def sb3(env_id: str, num_envs: int, num_steps: int, minibatch: int, epochs: int,
     from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecNormalize
 
     torch.set_num_threads(threads)
-    kind = {"dummy": DummyVecEnv, "subproc": SubprocVecEnv}[vectorization]
+    kind: Any = {"dummy": DummyVecEnv, "subproc": SubprocVecEnv}[vectorization]
     vec_env = VecNormalize(make_vec_env(env_id, num_envs, seed=1, vec_env_cls=kind))
     model = PPO("MlpPolicy", vec_env, n_steps=num_steps, batch_size=minibatch, n_epochs=epochs, device="cpu", seed=1)
     seconds = sb3_seconds(model, updates)

@@ -192,13 +192,15 @@ def main() -> None:
     fits, rows = {}, []
     for kind in KINDS:
         line = [p for p in points if p["kind"] == kind and p["workers"] in (0, CORES)]
-        counts = [p["num_envs"] for p in line]
-        fit = growth(counts, [p["steps_per_second"] for p in line])
-        fit["kib_per_environment"] = kib_per_environment(counts, [p["memory_mib"] for p in line])
+        numbers = [p["num_envs"] for p in line]
+        fit = growth(numbers, [p["steps_per_second"] for p in line])
+        fit["kib_per_environment"] = kib_per_environment(numbers, [p["memory_mib"] for p in line])
         fits[kind] = fit
         verdict = "yes" if fit["rise"] < TOLERANCE else f"no: {fit['rise']:.2f} times the cost at {fit['at']:,}"
         exponent = "" if fit["exponent"] is None else f"{fit['exponent']:.2f}"
-        rows.append([kind, f"{counts[0]:,} to {counts[-1]:,}", exponent, verdict, f"{fit['kib_per_environment']:,.1f}"])
+        rows.append(
+            [kind, f"{numbers[0]:,} to {numbers[-1]:,}", exponent, verdict, f"{fit['kib_per_environment']:,.1f}"]
+        )
     header = ["stepper", "environments", "exponent from 16 on", "no faster than linear", "memory per environment, KiB"]
     page += markdown_table(header, rows) + "\n## All measurements\n\n"
     page += markdown_table(
