@@ -151,12 +151,16 @@ def test_every_detail_is_used_or_says_why_not() -> None:
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The commands of a page: lines of its bash blocks, and code in the text that begins like one."""
+    """The commands of a page: lines of its bash blocks, and code in the text that begins like one. What stands after
+    a `--` is a command of its own (benchmarks.seeds)."""
     text = page.read_text()
     lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
     lines += re.findall(r"`((?:python|pytest|make) [^`\n]+)`", text)
-    words = [shlex.split(line.partition(" # ")[0]) for line in lines if not line.lstrip().startswith("#")]
-    return [command for command in words if command]
+    found = []
+    for line in lines:
+        first, *others = line.partition("# ")[0].split(" -- ")
+        found += [shlex.split(first), *(["python", *shlex.split(other)] for other in others)]
+    return [command for command in found if command]
 
 
 @pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
@@ -180,6 +184,16 @@ def test_every_command_of_a_page_can_be_typed(page: Path) -> None:
                 if "--configs" in words:
                     named = " ".join(words[words.index("--configs") + 1 :]).partition(" --")[0].split()
                     assert set(named) <= set(load_script(ROOT / file).PRESETS), command
+
+
+def test_every_benchmark_is_listed_and_make_bench_runs_those_with_a_quick_form() -> None:
+    programs = {path.stem: path.read_text() for path in (ROOT / "benchmarks").glob("*.py")}
+    programs = {name: text for name, text in programs.items() if '__name__ == "__main__"' in text}
+    listed = set(re.findall(r"python -m benchmarks\.(\w+)", (DOCS / "benchmarks.md").read_text()))
+    assert listed == set(programs)
+    run = re.search(r"^BENCHMARKS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert run is not None
+    assert set(run[1].split()) == {name for name, text in programs.items() if '"--quick"' in text}
 
 
 # ---- figures and numbers --------------------------------------------------------------------------------------------
