@@ -2,12 +2,14 @@
 
     python ppo_cage2_parallel.py                                             # one defender against all attackers
     python ppo_cage2_parallel.py --configs document                          # 25 environments, all 145 actions
+    python ppo_cage2_parallel.py --workflow any                              # one that repairs in the order it is told
+    python ppo_cage2_parallel.py search --red-agent meander                  # which order is best?
     python ppo_cage2_parallel.py play --logdir runs/... --red-agent meander  # watch the best checkpoint defend
 
 A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.json, TensorBoard events,
 progress.csv and timing.csv (a row an update), eval.csv, best.pt, latest.pt, curves.png. Stop it at any time;
 `--resume --logdir D` continues it, on a CPU bit for bit. Read the file from top to bottom: arguments, agent,
-mathematics, environments, files, training, playing.
+mathematics, environments, files, training, searching, playing.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ import tempfile
 import time
 import zipfile
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -51,6 +53,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from envs.cage2 import ACTION_NAMES, DECOYS, EXPLOITS, HOSTS, Cage2Env, Cage2VecEnv
 from envs.cage2.scenario import DECOY_CHECKS, DECOY_FITS, LISTENING
+from envs.cage2.workflow import ORDERS, RANKS, UNIT_TYPES, WorkflowEnv, fix_metrics, is_compliant, parse_workflow
 from envs.subproc_vec_env import SubprocVecEnv
 
 SCRIPT = Path(__file__).stem
@@ -114,9 +117,23 @@ class Args:
     finite_horizon: bool = False
     """let the episode terminate at the limit instead, and add the share of it that has passed to the observation"""
     actions: Literal["reduced", "full"] = "reduced"
-    """full: all 145; reduced: on 9 hosts Analyse, Remove, Restore and "the next decoy", 36 in all"""
+    """full: all 145; reduced: on 9 hosts (with a workflow 12) Analyse, Remove, Restore and "the next decoy" """
     memory: bool = True
     """give Blue what it has seen and done so far in the episode as further inputs"""
+
+    # --- workflows
+    workflow: str | None = None
+    """in which order Blue is to repair, told to the policy: an order of the five unit types, such as
+    defender,enterprise,op_server,op_host,user, or any: drawn anew for each episode; None: as it likes"""
+    alignment: float = 30.0
+    """lambda of the alignment reward lambda (c_t - c_{t-1}), c being the episode's compliance with its workflow"""
+    compliance_threshold: float | None = None
+    """end the run when the mean compliance over environments, each over its last 5 episodes, reaches this, and an
+    evaluation with deterministic actions does too; None: never"""
+    min_episodes: int = 10
+    """episodes of each environment before such an end"""
+    init_from: str | None = None
+    """checkpoint whose policy and critic the run starts from"""
 
     # --- PPO
     num_steps: int = 100
@@ -180,6 +197,7 @@ PRESETS: dict[str, dict[str, Any]] = {
                  "actions": "full", "memory": False, "learning_rate": 2e-3, "anneal_lr": False,
                  "num_minibatches": 1, "norm_adv_scope": "batch", "ent_coef": 0.01, "anneal_ent": False,
                  "eval_every": 12_500, "save_every": 25_000},
+    "workflow": {"workflow": ",".join(UNIT_TYPES), "compliance_threshold": 0.95, "min_episodes": 10},
 }  # fmt: skip
 
 # What a resumed run may change; any other difference would make it another run.
@@ -240,6 +258,15 @@ def validate(args: Args) -> None:
     require(args, "at least 1", lambda x: x >= 1, "max_steps")
     require(args, "positive", lambda x: x > 0, "reward_scale")
     require(args, "positive widths", lambda sizes: all(size > 0 for size in sizes), "hidden_sizes")
+    require(args, "at least 0", lambda x: x >= 0, "alignment", "min_episodes")
+    require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "compliance_threshold")
+    if args.workflow not in (None, "any"):
+        try:
+            parse_workflow(args.workflow)
+        except ValueError as error:
+            raise UsageError(f"--workflow: {error}") from None
+    if args.workflow is None and args.compliance_threshold is not None:
+        raise UsageError(f"--compliance-threshold {args.compliance_threshold} needs a --workflow to comply with.")
 
 
 # ==========================================================================================================
@@ -451,8 +478,8 @@ DECOY_SLOTS = [
 # The fourth, "the next decoy", depends on what stands there; with all decoys up, it does nothing.
 REDUCED_HOSTS = [HOSTS.index(h) for h in ("Defender", "Enterprise0", "Enterprise1", "Enterprise2", "Op_Server0",
                                           "User1", "User2", "User3", "User4")]  # fmt: skip
-REDUCED_ACTIONS = [VERB_AND_HOST.index((verb, host)) for verb in ("Analyse", "Remove", "Restore")
-                   for host in REDUCED_HOSTS]  # fmt: skip
+# A workflow may ask for the repair of any host but User0, where red's foothold never ends.
+WORKFLOW_HOSTS = [h for h, name in enumerate(HOSTS) if name != "User0"]
 
 
 class Memory(VectorWrapper):
@@ -464,16 +491,20 @@ class Memory(VectorWrapper):
     long the episode has lasted (two fading traces). A trace m moves by m <- m FADE[action], then up to SET[action]
     where that is more: the memory of an action is a row of a table.
 
-    With `memory` False observations stay as they are; with `reduced` False so do actions. With `horizon` the episode
-    terminates after so many steps, and the share of them that has passed is an input too.
+    With `memory` False observations stay as they are; without `reduced_to`, the hosts of the reduced actions, so do
+    actions. With `horizon` the episode terminates after so many steps, and the share of them that has passed is an
+    input too.
     """
 
     FADING = 0.8  # of traces, a step
     KINDS = ("Analyse", "Remove", "Restore", "Scan", "Exploit")
 
-    def __init__(self, env: VectorEnv, memory: bool, reduced: bool, horizon: int | None = None) -> None:
+    def __init__(
+        self, env: VectorEnv, memory: bool, reduced_to: Sequence[int] = (), horizon: int | None = None
+    ) -> None:
         super().__init__(env)
-        self.memory, self.reduced, self.horizon = memory, reduced, horizon
+        self.memory, self.reduced_to, self.horizon = memory, np.array(reduced_to, int), horizon
+        self.plain = np.array([VERB_AND_HOST.index((verb, h)) for verb in self.KINDS[:3] for h in reduced_to], int)
         hosts, slots = len(HOSTS), len(DECOY_SLOTS)
         self.traces = slice(0, len(self.KINDS) * hosts)
         self.seen = slice(3 * hosts, 5 * hosts)  # the traces of Scan and Exploit
@@ -508,18 +539,18 @@ class Memory(VectorWrapper):
         obs_dim = env.single_observation_space.shape[0] + extra  # type: ignore[index]
         self.single_observation_space = gym.spaces.Box(0.0, 1.0, (obs_dim,), np.float32)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        if reduced:
-            self.single_action_space = gym.spaces.Discrete(len(REDUCED_ACTIONS) + len(REDUCED_HOSTS))
+        if reduced_to:
+            self.single_action_space = gym.spaces.Discrete(len(self.plain) + len(reduced_to))
             self.action_space = batch_space(self.single_action_space, self.num_envs)
 
     def game_actions(self, actions: np.ndarray) -> np.ndarray:
         """The game's actions (num_envs,) in 0..144 for the policy's."""
-        if not self.reduced:
+        if not self.reduced_to.size:
             return actions
-        hosts = np.array(REDUCED_HOSTS)[actions % len(REDUCED_HOSTS)]  # the order is by verb, then by host
+        hosts = self.reduced_to[actions % len(self.reduced_to)]  # the order is by verb, then by host
         standing = (self.now[:, self.decoys] * self.slots_of[hosts]).sum(-1).astype(int)
-        plain = np.array(REDUCED_ACTIONS)[np.minimum(actions, len(REDUCED_ACTIONS) - 1)]
-        return np.where(actions < len(REDUCED_ACTIONS), plain, self.next_decoy[hosts, standing])
+        plain = self.plain[np.minimum(actions, len(self.plain) - 1)]
+        return np.where(actions < len(self.plain), plain, self.next_decoy[hosts, standing])
 
     def inputs(self, obs: np.ndarray) -> np.ndarray:
         """(num_envs, 52) -> (num_envs, obs_dim)."""
@@ -564,7 +595,8 @@ class Memory(VectorWrapper):
 
 
 def make_envs(args: Args, backend: str = "batch", **settings: Any) -> VectorEnv:
-    """`args.num_envs` games that reset within the step that ends an episode (SAME_STEP), behind Blue's memory.
+    """`args.num_envs` games that reset within the step that ends an episode (SAME_STEP), behind Blue's memory and, if
+    there is one, its workflow.
 
     `backend` is batch, subproc or cyborg, the real simulator (UsageError, with what to install, where it is missing);
     `settings` are passed on to the games.
@@ -572,6 +604,8 @@ def make_envs(args: Args, backend: str = "batch", **settings: Any) -> VectorEnv:
     red_agent = RED_MIXTURE if args.red_agent == "mixed" else args.red_agent
     settings = {"red_agent": red_agent, "green": args.green, "version": args.version, "wrapper": args.wrapper,
                 "max_steps": args.max_steps, "state_in_info": False, **settings}  # fmt: skip
+    if args.workflow and backend != "batch":
+        settings["state_in_info"] = True  # compliance is judged on the true state
     vec_env: VectorEnv
     if backend == "batch":
         vec_env = Cage2VecEnv(args.num_envs, **settings)
@@ -585,7 +619,9 @@ def make_envs(args: Args, backend: str = "batch", **settings: Any) -> VectorEnv:
             raise UsageError(INSTALL_HINT)
         vec_env = make_cyborg_vec_env(args.num_envs, args.num_workers, **settings)
     horizon = args.max_steps if args.finite_horizon else None
-    return Memory(vec_env, args.memory, args.actions == "reduced", horizon)
+    hosts = [] if args.actions == "full" else WORKFLOW_HOSTS if args.workflow else REDUCED_HOSTS
+    vec_env = Memory(vec_env, args.memory, hosts, horizon)
+    return WorkflowEnv(vec_env, args.workflow, args.alignment) if args.workflow else vec_env
 
 
 @torch.no_grad()
@@ -594,8 +630,8 @@ def play_episodes(
 ) -> dict[str, np.ndarray]:
     """Play one episode in each environment, environment n from seed + n, to the time limit of all.
 
-    Returns rewards and actions (the game's), each (num_steps, num_envs), and, where infos tell, what Blue and Red did
-    in words; frames (num_steps, ...) of environment 0 if it renders.
+    Returns rewards and actions (the game's), each (num_steps, num_envs); where infos tell, what Red did in words;
+    with a workflow, fixes (num_envs, 4) by verdict; frames (num_steps, ...) of environment 0 if it renders.
     """
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
@@ -612,6 +648,7 @@ def play_episodes(
         obs, rewards, terminated, truncated, infos = vec_env.step(action)
         ended = terminated | truncated
         record["rewards"].append(rewards)
+        record["fixes"] = infos.get("fixes", [])
         described = infos["final_info"] if ended.any() else infos
         if "red_action" in described:
             record["red_action"].append(described["red_action"])
@@ -641,17 +678,20 @@ def evaluate(agent: Agent, args: Args, deterministic: bool = True, seed: int = 1
 
     Episode i of every red agent starts from its own fixed seed, so that two evaluations differ by their policies
     alone. Returns cells (see `prefix_returns`); score, the sum of their means, which for the default arguments is the
-    challenge's; mean_return and std_return over all episodes, mean_length.
+    challenge's; mean_return, std_return and standard_error over all episodes, mean_length; with a workflow, what `fix_metrics` says.
     """
     reds = [red for red in RED_MIXTURE if args.red_agent in (red, "mixed")]
     vec_env = make_envs(replace(args, num_envs=args.eval_episodes * len(reds)))
     options = {"red_agent": list(np.repeat(reds, args.eval_episodes))}
-    rewards = play_episodes(agent, vec_env, deterministic, seed, options)["rewards"]
+    record = play_episodes(agent, vec_env, deterministic, seed, options)
     vec_env.close()
+    rewards = record["rewards"]
     cells = prefix_returns(dict(zip(reds, np.split(rewards, len(reds), axis=1), strict=True)))
     returns = rewards.sum(0)
     return {"score": sum(mean for mean, _ in cells.values()), "cells": cells, "mean_return": float(returns.mean()),
-            "std_return": float(returns.std()), "mean_length": float(len(rewards))}  # fmt: skip
+            "std_return": float(returns.std()), "standard_error": float(returns.std() / math.sqrt(len(returns))),
+            "mean_length": float(len(rewards)),
+            **(fix_metrics(record["fixes"]) if args.workflow else {})}  # fmt: skip
 
 
 # ==========================================================================================================
@@ -736,6 +776,15 @@ def load_checkpoint(path: Path, device: str = "cpu") -> dict[str, Any]:
     if found != FORMAT:
         raise UsageError(f"{path} holds {found or 'something else'}, this script reads checkpoints of {FORMAT}.")
     return state
+
+
+def load_policy(agent: Agent, path: Path) -> None:
+    """Put the weights of a checkpoint into `agent`. Raises UsageError if they do not fit."""
+    try:
+        agent.load_state_dict(load_checkpoint(path)["agent"])
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip()
+        raise UsageError(f"{path} holds a policy of other inputs, actions or layers ({reason})") from None
 
 
 def load_latest(logdir: Path, device: str) -> dict[str, Any]:
@@ -865,6 +914,7 @@ class Counters:
     episodes: int = 0  # ended episodes; each is followed by a reset
     minibatch_updates: int = 0  # optimiser steps
     best_return: float = -math.inf  # best evaluation so far: its score
+    compliant: bool = False  # whether an evaluation has confirmed --compliance-threshold
     seconds: float = 0.0  # time spent collecting and learning
 
 
@@ -1004,6 +1054,8 @@ def learn(
         env_obs, episode_returns, episode_lengths = to_arrays(checkpoint["episodes"])
         set_random_states(checkpoint["random"])
         print(f"continuing after step {counters.global_step:,}", flush=True)
+    elif args.init_from is not None:
+        load_policy(agent, Path(args.init_from))
     next_obs = torch.as_tensor(env_obs, dtype=torch.float32, device=device)
 
     def state() -> dict[str, Any]:
@@ -1020,7 +1072,7 @@ def learn(
 
         wandb.init(project=SCRIPT, name=logdir.name, config=asdict(args), sync_tensorboard=True)
     evaluation: dict[str, Any] = {}
-    while counters.update < args.num_updates and interrupt.signum is None:
+    while counters.update < args.num_updates and not counters.compliant and interrupt.signum is None:
         started = time.perf_counter()
         counters.update += 1
         progress = (counters.update - 1) / args.num_updates if args.anneal_lr else 0.0  # detail 4
@@ -1033,6 +1085,7 @@ def learn(
         noise = gumbel_noise((num_steps, num_envs, num_actions), device)
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
         ended: list[tuple[float, int]] = []  # (return, length) of the episodes that ended
+        fixes: list[np.ndarray] = []  # their fixes by verdict
         env_time = 0.0
         for t in range(num_steps):
             obs[t] = next_obs
@@ -1044,12 +1097,14 @@ def learn(
             env_time += time.perf_counter() - before_step
             episode_returns += reward
             episode_lengths += 1
-            rewards[t] = torch.as_tensor(args.reward_scale * reward)
+            rewards[t] = torch.as_tensor(args.reward_scale * (reward + infos.get("alignment", 0)))
             terminations[t], truncations[t] = torch.as_tensor(terminated), torch.as_tensor(truncated)
             next_obs = torch.as_tensor(env_obs, dtype=torch.float32, device=device)
             for n in np.flatnonzero(terminated | truncated):
                 ended.append((float(episode_returns[n]), int(episode_lengths[n])))
                 episode_returns[n] = episode_lengths[n] = 0
+                if args.workflow:
+                    fixes.append(infos["fixes"][n])
                 if not terminated[n]:
                     cuts.append((t, int(n), infos["final_obs"][n]))
         check_finite(logdir, actions, obs=obs, rewards=rewards)
@@ -1126,12 +1181,15 @@ def learn(
             "train/ent_coef": float(loss_args.ent_coef),
             "train/update_epochs_done": num_minibatch_updates / args.num_minibatches,
             **{f"rollout/{name}": value for name, value in episodic.items()},
-            "rollout/mean_reward": float(rewards.mean()) / args.reward_scale,
+            "rollout/mean_reward": float(rewards.mean()) / args.reward_scale,  # with the alignment reward
             "rollout/resets": counters.episodes,
             "counters/train_steps": counters.update * num_steps,
             "counters/rollouts": counters.update,
             "counters/minibatch_updates": counters.minibatch_updates,
         }
+        if args.workflow:
+            metrics_of_fixes = fix_metrics(np.array(fixes).reshape(len(fixes), -1))
+            record |= {f"rollout/{name}": value for name, value in metrics_of_fixes.items()}
         logger.write("progress.csv", counters.global_step, record)
         sps, env_share, update_share = (
             args.batch_size / seconds,
@@ -1147,12 +1205,14 @@ def learn(
                     f"{record['train/approx_kl']:.4f} | {eta / 60:.1f} min left")  # fmt: skip
 
         # --- evaluate ---------------------------------------------------------------------------------
-        last = counters.update == args.num_updates
+        threshold = args.compliance_threshold
+        if threshold is not None and is_compliant(vec_env.recent, vec_env.episodes, threshold, args.min_episodes):
+            counters.compliant = evaluate(agent, args)["compliance"] >= threshold
+        last = counters.update == args.num_updates or counters.compliant
         if last or crossed(counters.global_step, args.batch_size, args.eval_every):
             evaluation = evaluate(agent, args)
-            scores = {
-                f"eval/{name}": evaluation[name] for name in ("score", "mean_return", "std_return", "mean_length")
-            }
+            names = ["score", "mean_return", "std_return", "mean_length"] + ["compliance"] * bool(args.workflow)
+            scores = {f"eval/{name}": evaluation[name] for name in names}
             cells = {f"eval/{name}": cell[0] for name, cell in evaluation["cells"].items()}
             logger.write("eval.csv", counters.global_step, scores | cells)
             if evaluation["score"] > counters.best_return:
@@ -1182,6 +1242,266 @@ def learn(
 
 
 # ==========================================================================================================
+# Searching for a good workflow
+# ==========================================================================================================
+@dataclass
+class SearchArgs:
+    logdir: str | None = None
+    """folder of the search; default runs/search__{red agent}__{seed}__{time}"""
+    resume: bool = False
+    """continue the search in --logdir with the arguments it was started with, and --n-workflows"""
+    seed: int = 1
+    """seed of the first orders and of all training"""
+    red_agent: Literal["mixed", "b_line", "meander", "sleep"] = "meander"
+    """who attacks, if --shared does not say"""
+    version: Literal["leaderboard", "head"] = "leaderboard"
+    """rules, if --shared does not say"""
+
+    # --- the policies
+    shared: str | None = None
+    """checkpoint of a run with --workflow any that each order's policy starts from; its environment is that of the
+    search. Default: train one first"""
+    shared_timesteps: int = 4_000_000
+    """environment steps of that training"""
+    fresh_policy_per_order: bool = False
+    """start each order's policy from random weights instead, as the document does"""
+    warm_start: Literal["shared", "nearest", "last"] = "shared"
+    """shared; or the policy of the nearest order so far, or of the last one (the first order starts afresh)"""
+    n_envs: int = 25
+    """parallel environments of an order's training"""
+    update_every_steps: int = 100
+    """steps of each environment between updates"""
+    train_episodes_per_env: int = 50
+    """episodes of each environment that an order is trained for, at most"""
+    learning_rate: float = 1e-3
+    """Adam's step size in them, which decays linearly"""
+    compliance_threshold: float = 0.95
+    """an order's training ends when its policy complies with it so far; see --compliance-threshold of training"""
+    min_episodes: int = 10
+    """episodes of each environment before such an end"""
+    eval_episodes: int = 1000
+    """episodes against each red agent that an order is judged by, with the same seeds for all orders"""
+
+    # --- the choice of orders
+    n_workflows: int = 20
+    """orders to try"""
+    n_start: int = 3
+    """orders drawn at random before the Gaussian process chooses"""
+    gp_beta: float | Literal["srinivas"] = 4.0
+    """the next order has the largest mean + sqrt(beta) standard deviations; srinivas: a schedule that grows"""
+    gp_scale: float = 0.3
+    """lambda of the Mallows kernel exp(-lambda d): at 0.3 two orders that differ in d = 3 pairs correlate by 0.4"""
+    gp_gate: bool = False
+    """let the process neither learn from nor recommend orders whose compliance was not reached"""
+
+
+PAIRS = np.array(list(itertools.combinations(range(len(UNIT_TYPES)), 2)))
+# DISCORDANT[a, b]: how many of the 10 pairs of types orders a and b rank differently (Kendall's tau distance).
+PAIR_SIGNS = np.sign(RANKS[:, PAIRS[:, 0]] - RANKS[:, PAIRS[:, 1]])  # (120, 10)
+DISCORDANT = (len(PAIRS) - PAIR_SIGNS @ PAIR_SIGNS.T) // 2
+
+
+def mallows_kernel(scale: float) -> np.ndarray:
+    """exp(-scale * DISCORDANT), (120, 120) (Jiao & Vert 2015). Positive definite: it is a Gaussian kernel on PAIR_SIGNS,
+    whose squared distances are 4 times the number of discordant pairs."""
+    return np.exp(-scale * DISCORDANT)
+
+
+def gp_posterior(
+    kernel: np.ndarray, tried: list[int], values: np.ndarray, noise: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Mean and standard deviation, (120,) each, of a Gaussian process of prior mean 0 and covariance `kernel` at all
+    orders, after `values` were seen at the orders `tried` with noise of these variances (Rasmussen & Williams 2006,
+    algorithm 2.1)."""
+    factor = np.linalg.cholesky(kernel[np.ix_(tried, tried)] + np.diag(noise))  # K + noise = L L'
+    half = np.linalg.solve(factor, kernel[tried])  # L^-1 k(tried, all)
+    mean = half.T @ np.linalg.solve(factor, values)
+    return mean, np.sqrt(np.maximum(kernel.diagonal() - (half**2).sum(0), 0))
+
+
+def posterior_returns(args: SearchArgs, history: list[dict[str, Any]]) -> tuple[np.ndarray, np.ndarray]:
+    """Mean return and its standard deviation, (120,) each, as `gp_posterior` sees them after a search's history.
+
+    The process works with standardised returns; each has the standard error of its evaluation as noise. With
+    --gp-gate, orders that were not complied with are left out.
+    """
+    kept = [record for record in history if record["compliant"] or not args.gp_gate]
+    if not kept:
+        return np.full(len(ORDERS), np.nan), np.ones(len(ORDERS))
+    returns, errors = (np.array([record[key] for record in kept]) for key in ("mean_return", "standard_error"))
+    mean, std = returns.mean(), returns.std() or 1.0
+    tried = [parse_workflow(record["workflow"]) for record in kept]
+    scaled = gp_posterior(mallows_kernel(args.gp_scale), tried, (returns - mean) / std, (errors / std) ** 2 + 1e-6)
+    return mean + std * scaled[0], std * scaled[1]
+
+
+def next_order(args: SearchArgs, history: list[dict[str, Any]]) -> int:
+    """The order to try next, an index into ORDERS: at first by chance, then the one not yet tried of the largest upper
+    confidence bound (GP-UCB, Srinivas et al. 2010)."""
+    tried = [parse_workflow(record["workflow"]) for record in history]
+    mean, std = posterior_returns(args, history)
+    if len(history) < args.n_start or np.isnan(mean).any():
+        drawn = np.random.default_rng(args.seed).permutation(len(ORDERS))
+        return next(int(order) for order in drawn if order not in tried)
+    beta = args.gp_beta
+    if beta == "srinivas":  # their theorem 1 with delta = 0.1, and a fifth of it, as in their experiments
+        beta = 2 * math.log(len(ORDERS) * len(history) ** 2 * math.pi**2 / (6 * 0.1)) / 5
+    bound = mean + math.sqrt(beta) * std
+    bound[tried] = -np.inf
+    return int(bound.argmax())
+
+
+def try_order(args: SearchArgs, base: Args, order: int, start: Path | None, logdir: Path) -> dict[str, Any]:
+    """Train a policy for an order, from the weights at `start`, and judge it on episodes that its training has not
+    seen; returns its record for the history, with the "signal" that cut the training short."""
+    steps = args.n_envs * args.train_episodes_per_env * base.max_steps
+    run = replace(
+        base, workflow=",".join(ORDERS[order]), seed=args.seed, logdir=str(logdir), total_timesteps=steps,
+        resume=(logdir / "latest.pt").exists(), init_from=None if start is None else str(start),
+        num_envs=args.n_envs, num_steps=args.update_every_steps, num_minibatches=1, learning_rate=args.learning_rate,
+        eval_every=0, save_every=steps // 4, compliance_threshold=args.compliance_threshold,
+        min_episodes=args.min_episodes,
+    )  # fmt: skip
+    with open(logdir.parent / "training.log", "a") as log, contextlib.redirect_stdout(log):
+        result = train(run)
+    run = replace(run, num_envs=1, eval_episodes=args.eval_episodes)
+    agent = Agent(make_envs(run), run)
+    load_policy(agent, logdir / "latest.pt")
+    evaluation = evaluate(agent, run, seed=1_000_000)
+    names = ("mean_return", "standard_error", "compliance", "compliance_micro", "strict_compliance", "needless_fixes")
+    return {"workflow": run.workflow, **{name: evaluation[name] for name in names}, "compliant": result["compliant"],
+            "steps": result["global_step"], "seconds": result["seconds"], "checkpoint": str(logdir / "latest.pt"),
+            "signal": result["signal"]}  # fmt: skip
+
+
+def search(args: SearchArgs) -> int | None:
+    """Search for the workflow of the largest return: GP-UCB over all 120 orders, a policy trained for each order tried.
+
+    Writes history.json, search.csv, search.png and a run folder an order; a search that was killed, be it in the
+    middle of an order's training, goes on with --resume. Returns the signal that ended it early, if one did.
+    """
+    default = f"runs/search__{args.red_agent}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    logdir = Path(args.logdir or default)
+    file, history = logdir / "history.json", []
+    if args.resume:
+        if args.logdir is None or not file.is_file():
+            raise UsageError(f"--resume needs --logdir, the folder of a search to continue; {file} does not exist.")
+        saved = json.loads(file.read_text())
+        args, history = replace(SearchArgs(**saved["args"]), n_workflows=args.n_workflows), saved["history"]
+    elif file.exists():
+        raise UsageError(f"{logdir} already holds a search: continue it with --resume, or choose another --logdir.")
+    validate_search(args)
+    base = Args(red_agent=args.red_agent, version=args.version, workflow="any")
+    if args.shared is not None:
+        base = known_args(load_checkpoint(Path(args.shared))["args"])
+        if base.workflow != "any":
+            raise UsageError(f"--shared {args.shared} was not trained with --workflow any, but {base.workflow}.")
+    logdir.mkdir(parents=True, exist_ok=True)
+
+    def save() -> None:
+        temporary = file.with_suffix(".tmp")
+        temporary.write_text(json.dumps({"args": asdict(args), "history": history}, indent=1))
+        os.replace(temporary, file)
+
+    save()
+    shared = None if args.shared is None else Path(args.shared)
+    if shared is None and args.warm_start == "shared" and not args.fresh_policy_per_order:
+        run = replace(base, seed=args.seed, logdir=str(logdir / "shared"), total_timesteps=args.shared_timesteps)
+        shared = logdir / "shared" / "latest.pt"
+        signum = train(replace(run, resume=shared.exists()))["signal"]
+        if signum:
+            return signum
+    while len(history) < args.n_workflows:
+        order = next_order(args, history)
+        start = shared
+        if args.fresh_policy_per_order or (args.warm_start != "shared" and not history):
+            start = None
+        elif args.warm_start != "shared":
+            distance = [DISCORDANT[order, parse_workflow(record["workflow"])] for record in history]
+            nearest = int(np.argmin(distance)) if args.warm_start == "nearest" else -1
+            start = Path(history[nearest]["checkpoint"])
+        record = try_order(args, base, order, start, logdir / f"{len(history) + 1:03d}_{'-'.join(ORDERS[order])}")
+        signum = record.pop("signal")
+        if signum:
+            return signum
+        history.append(record)
+        save()
+        best = ranked(args, history)[0]["mean_return"] if ranked(args, history) else math.nan
+        print(f"{len(history):>3} {record['workflow']}: return {record['mean_return']:.2f} +- "
+              f"{record['standard_error']:.2f}, compliance {record['compliance']:.3f} after {record['steps']:,} steps in "
+              f"{record['seconds']:.0f} s; best so far {best:.2f}", flush=True)  # fmt: skip
+    with open(logdir / "search.csv", "w", newline="") as stream:
+        writer = csv.DictWriter(stream, history[0], lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(history)
+    plot_search(args, history, logdir / "search.png")
+    print("\nThe five best")
+    for record in ranked(args, history)[:5]:
+        print(f"{record['workflow']}: return {record['mean_return']:.2f} +- {record['standard_error']:.2f}, compliance "
+              f"{record['compliance']:.3f}, {record['checkpoint']}")  # fmt: skip
+    return None
+
+
+def ranked(args: SearchArgs, history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The orders tried, the largest return first; with --gp-gate only those that were complied with."""
+    kept = [record for record in history if record["compliant"] or not args.gp_gate]
+    return sorted(kept, key=lambda record: -record["mean_return"])
+
+
+def plot_search(args: SearchArgs, history: list[dict[str, Any]], path: Path) -> None:
+    """Draw what the search believes of all orders, how it advanced, what was complied with, and which place suits
+    which type."""
+    mean, std = posterior_returns(args, history)
+    tried = [parse_workflow(record["workflow"]) for record in history]
+    returns = np.array([record["mean_return"] for record in history])
+    figure = matplotlib.figure.Figure(figsize=(13, 8), layout="constrained")
+    belief, progress, compliance, places = figure.subplots(2, 2).flat
+
+    by_mean = np.argsort(-mean)
+    belief.errorbar(range(len(ORDERS)), mean[by_mean], std[by_mean], fmt=".", lw=0.7, label="posterior mean and std")
+    belief.plot(np.argsort(by_mean)[tried], returns, "rx", label="evaluated")
+    belief.set(title="what is believed of all orders", xlabel="order, by posterior mean", ylabel="return")
+    belief.legend()
+
+    rng, number = np.random.default_rng(0), np.arange(1, len(history) + 1)
+    at_random = [np.maximum.accumulate(rng.permutation(mean)[: len(history)]) for _ in range(1000)]
+    progress.step(number, np.maximum.accumulate(returns), where="post", label="best so far")
+    progress.plot(number, returns, "rx", label="evaluated")
+    progress.plot(number, np.mean(at_random, axis=0), "k--", label="random search, if the posterior mean were true")
+    progress.set(title="progress", xlabel="orders tried", ylabel="return")
+    progress.legend()
+
+    labels = ["\u2009>\u2009".join(ORDERS[order]) for order in tried]
+    compliance.barh(range(len(history)), [record["compliance"] for record in history], label="compliance")
+    compliance.plot([record["strict_compliance"] for record in history], range(len(history)), "k|", label="strict")
+    compliance.axvline(args.compliance_threshold, color="r", lw=1)
+    compliance.set(title="compliance by order", yticks=range(len(history)), xlim=(0.5, 1))
+    compliance.set_yticklabels(labels, fontsize=6)
+    compliance.invert_yaxis()
+    compliance.legend(loc="lower left")
+
+    image = [
+        [mean[RANKS[:, unit] == rank].mean() for rank in range(len(UNIT_TYPES))] for unit in range(len(UNIT_TYPES))
+    ]
+    shown = places.imshow(image, cmap="viridis")
+    places.set(title="posterior mean return by place of a type", xticks=range(len(UNIT_TYPES)), xlabel="place",
+               yticks=range(len(UNIT_TYPES)), yticklabels=UNIT_TYPES)  # fmt: skip
+    places.set_xticklabels(range(1, len(UNIT_TYPES) + 1))
+    figure.colorbar(shown, ax=places)
+    figure.savefig(path, dpi=100)
+
+
+def validate_search(args: SearchArgs) -> None:
+    """Raise UsageError for a search that cannot work."""
+    require(args, "at least 1", lambda x: x >= 1, "n_envs", "update_every_steps", "train_episodes_per_env", "n_start",
+            "eval_episodes", "shared_timesteps")  # fmt: skip
+    require(args, f"in 1..{len(ORDERS)}", lambda x: 1 <= x <= len(ORDERS), "n_workflows")
+    require(args, "positive", lambda x: x > 0, "learning_rate", "gp_scale")
+    require(args, "at least 0", lambda x: x == "srinivas" or x >= 0, "gp_beta", "min_episodes", "seed")
+    require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "compliance_threshold")
+
+
+# ==========================================================================================================
 # Playing and the command line
 # ==========================================================================================================
 @dataclass
@@ -1200,6 +1520,8 @@ class PlayArgs:
     """who attacks; mixed: all three in turn; default: as in training"""
     version: Literal["leaderboard", "head"] | None = None
     """rules; default: as in training"""
+    workflow: str | None = None
+    """the order to tell a policy that was trained with workflows, or any; default: as in training"""
     max_steps: int | None = None
     """steps of an episode; default: as in training"""
     backend: Literal["batch", "subproc", "cyborg"] = "batch"
@@ -1224,7 +1546,7 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     name = play_args.checkpoint
     checkpoint = load_checkpoint(logdir / f"{name}.pt" if name in ("best", "latest") else Path(name))
     args = known_args(checkpoint["args"])
-    chosen = {key: getattr(play_args, key) for key in ("red_agent", "version", "max_steps")}
+    chosen = {key: getattr(play_args, key) for key in ("red_agent", "version", "workflow", "max_steps")}
     args = replace(args, device="cpu", **{key: value for key, value in chosen.items() if value is not None})
     validate(args)
     reds = [red for red in RED_MIXTURE if args.red_agent in (red, "mixed")]
@@ -1239,6 +1561,7 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     rewards: dict[str, Any] = {}  # (num_steps, episodes) by red agent
     blue_actions = np.zeros((args.max_steps, len(ACTION_NAMES)))
     red_actions: Counter[str] = Counter()
+    fixes: list[np.ndarray] = []
     for red in reds:
         # Gymnasium's infos cost time quadratic in the environments, so what red did is told for up to 100 episodes.
         settings = {"state_in_info": play_args.episodes <= 100, "render_mode": render_mode, "red_agent": red}
@@ -1251,6 +1574,7 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
             record = play_episodes(agent, vec_env, not play_args.stochastic, play_args.seed + done)
             wanted = slice(0, play_args.episodes - done)
             rewards[red] = np.append(rewards[red], record["rewards"][:, wanted], axis=1)
+            fixes += list(record["fixes"][wanted])
             for t, actions in enumerate(record["actions"][:, wanted]):
                 np.add.at(blue_actions[t], actions, 1)
             if len(record["red_action"]):
@@ -1278,7 +1602,8 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     print("\n" + "\n".join(f"{name:<12} {mean:>8.2f} +- {error:.2f}" for name, (mean, error) in cells.items()))
     error = np.std(everything, ddof=1) / math.sqrt(len(everything)) if len(everything) > 1 else math.nan
     summary = {"mean_return": float(np.mean(everything)), "standard_error": float(error), "returns": everything,
-               "cells": cells, "score": sum(mean for mean, _ in cells.values())}  # fmt: skip
+               "cells": cells, "score": sum(mean for mean, _ in cells.values()),
+               **(fix_metrics(np.array(fixes)) if fixes else {})}  # fmt: skip
     print(json.dumps(summary))
     return summary
 
@@ -1353,6 +1678,9 @@ def main(argv: list[str]) -> int:
         if argv[:1] == ["play"]:
             play(tyro.cli(PlayArgs, args=argv[1:], description=play.__doc__))
             return 0
+        if argv[:1] == ["search"]:
+            signum = search(tyro.cli(SearchArgs, args=argv[1:], description=search.__doc__))
+            return 128 + signum if signum else 0
         args = parse_args(argv)
         validate(args)
         if args.explain:

@@ -236,7 +236,7 @@ def test_the_true_state_does_not_leak_into_the_inputs(cage2: ModuleType) -> None
     for red_agent in ("b_line", "meander"):
         SameView.count = 0
         game = SameView(4, red_agent, state_in_info=True)
-        vec_env = cage2.Memory(game, memory=True, reduced=True)
+        vec_env = cage2.Memory(game, memory=True, reduced_to=cage2.REDUCED_HOSTS)
         vec_env.reset(seed=5)
         rng = np.random.default_rng(2)
         inputs.append([vec_env.step(rng.integers(0, 36, 4))[0] for _ in range(50)])
