@@ -565,6 +565,7 @@ class Memory(VectorWrapper):
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
         actions = self.game_actions(actions)
         obs, rewards, terminated, truncated, infos = self.env.step(actions)
+        infos["game_actions"] = actions
         ended = np.flatnonzero(terminated | truncated)
         seen = obs
         if ended.size:
@@ -644,8 +645,8 @@ def play_episodes(
         if not deterministic:
             noise = gumbel_noise(shape, device, generator)
         action = agent.get_action(torch.as_tensor(obs, device=device), noise).cpu().numpy()
-        record["actions"].append(vec_env.game_actions(action))  # type: ignore[attr-defined]
         obs, rewards, terminated, truncated, infos = vec_env.step(action)
+        record["actions"].append(infos["game_actions"])
         ended = terminated | truncated
         record["rewards"].append(rewards)
         record["fixes"] = infos.get("fixes", [])
@@ -678,7 +679,8 @@ def evaluate(agent: Agent, args: Args, deterministic: bool = True, seed: int = 1
 
     Episode i of every red agent starts from its own fixed seed, so that two evaluations differ by their policies
     alone. Returns cells (see `prefix_returns`); score, the sum of their means, which for the default arguments is the
-    challenge's; mean_return, std_return and standard_error over all episodes, mean_length; with a workflow, what `fix_metrics` says.
+    challenge's; mean_return, std_return and standard_error over all episodes, mean_length; with a workflow, what
+    `fix_metrics` says.
     """
     reds = [red for red in RED_MIXTURE if args.red_agent in (red, "mixed")]
     vec_env = make_envs(replace(args, num_envs=args.eval_episodes * len(reds)))
@@ -1302,8 +1304,8 @@ DISCORDANT = (len(PAIRS) - PAIR_SIGNS @ PAIR_SIGNS.T) // 2
 
 
 def mallows_kernel(scale: float) -> np.ndarray:
-    """exp(-scale * DISCORDANT), (120, 120) (Jiao & Vert 2015). Positive definite: it is a Gaussian kernel on PAIR_SIGNS,
-    whose squared distances are 4 times the number of discordant pairs."""
+    """exp(-scale * DISCORDANT), (120, 120) (Jiao & Vert 2015). Positive definite: it is a Gaussian kernel on
+    PAIR_SIGNS, whose squared distances are 4 times the number of discordant pairs."""
     return np.exp(-scale * DISCORDANT)
 
 
@@ -1428,7 +1430,7 @@ def search(args: SearchArgs) -> int | None:
         save()
         best = ranked(args, history)[0]["mean_return"] if ranked(args, history) else math.nan
         print(f"{len(history):>3} {record['workflow']}: return {record['mean_return']:.2f} +- "
-              f"{record['standard_error']:.2f}, compliance {record['compliance']:.3f} after {record['steps']:,} steps in "
+              f"{record['standard_error']:.2f}, compliance {record['compliance']:.3f} after {record['steps']:,} steps, "
               f"{record['seconds']:.0f} s; best so far {best:.2f}", flush=True)  # fmt: skip
     with open(logdir / "search.csv", "w", newline="") as stream:
         writer = csv.DictWriter(stream, history[0], lineterminator="\n")

@@ -118,8 +118,8 @@ class WorkflowEnv(VectorWrapper):
       -0.2 alignment at the end of an episode without a judged fix. An episode's sum is alignment * c_T. This is not a
       potential of the state, so it changes which policy is best: it is there to steer.
 
-    `env` needs `game_actions(actions)`, the game's for the policy's. The true state is that of `true_state`, or, for
-    environments in other processes, the `clearable` of their infos.
+    The infos of `env` must hold `game_actions` (N,), what was done in terms of the game. The true state is that of
+    `true_state` or, for environments in other processes, the `clearable` of their infos.
     """
 
     RECENT = 5  # episodes of each environment that `is_compliant` looks at
@@ -136,6 +136,7 @@ class WorkflowEnv(VectorWrapper):
         self.episodes = np.zeros(self.num_envs, np.int64)  # ended since the seed was set
         self.orders = np.zeros(self.num_envs, np.int64)
         self.counts = np.zeros((self.num_envs, len(VERDICTS)), np.int64)
+        self.compliance = np.zeros(self.num_envs)  # of this episode so far; 0 before its first judged fix
         self.recent = np.zeros((self.num_envs, self.RECENT, len(VERDICTS)), np.int64)
         obs_dim = env.single_observation_space.shape[0] + ONE_HOT_SIZE  # type: ignore[index]
         self.single_observation_space = spaces.Box(0.0, 1.0, (obs_dim,), np.float32)
@@ -143,7 +144,7 @@ class WorkflowEnv(VectorWrapper):
 
     def _start(self, envs: np.ndarray) -> None:
         """Begin an episode in these environments."""
-        self.counts[envs] = 0
+        self.counts[envs], self.compliance[envs] = 0, 0
         for n in envs:
             if self.workflow is None:
                 self.orders[n] = np.random.default_rng([self.seeds[n], self.episodes[n]]).integers(len(ORDERS))
@@ -164,12 +165,12 @@ class WorkflowEnv(VectorWrapper):
         return self._inputs(obs), infos
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        before = self.counts[:, COMPLIANT] / np.maximum(self.counts[:, JUDGED], 1)
-        game_actions = self.env.game_actions(actions)  # type: ignore[attr-defined]
-        self.counts += judge_fixes(game_actions, self.clearable, RANKS[self.orders])
-        after = self.counts[:, COMPLIANT] / np.maximum(self.counts[:, JUDGED], 1)
+        before = self.clearable if self.follow_infos else self.clearable.copy()
         obs, rewards, terminated, truncated, infos = self.env.step(actions)
-        infos["alignment"], infos["fixes"] = self.alignment * (after - before), self.counts.copy()
+        self.counts += judge_fixes(infos["game_actions"], before, RANKS[self.orders])
+        compliance = self.counts[:, COMPLIANT] / np.maximum(self.counts[:, JUDGED], 1)
+        infos["alignment"], infos["fixes"] = self.alignment * (compliance - self.compliance), self.counts.copy()
+        self.compliance = compliance
         if self.follow_infos:
             self.clearable = infos["clearable"]
         ended = np.flatnonzero(terminated | truncated)
@@ -185,15 +186,10 @@ class WorkflowEnv(VectorWrapper):
             self._start(ended)
         return self._inputs(obs), rewards, terminated, truncated, infos
 
-    def game_actions(self, actions: np.ndarray) -> np.ndarray:
-        """The game's actions (num_envs,) in 0..144 for the policy's."""
-        return self.env.game_actions(actions)  # type: ignore[attr-defined]
-
     def get_state(self) -> dict[str, Any]:
         """All that a continued run needs; with games in other processes also what their last infos said."""
-        own = {name: getattr(self, name).copy() for name in ("seeds", "episodes", "orders", "counts", "recent")}
-        seen = {"clearable": self.clearable.copy()} if self.follow_infos else {}
-        return own | seen | {"env": self.env.get_state()}  # type: ignore[attr-defined]
+        names = ["seeds", "episodes", "orders", "counts", "compliance", "recent"] + ["clearable"] * self.follow_infos
+        return {name: getattr(self, name).copy() for name in names} | {"env": self.env.get_state()}  # type: ignore[attr-defined]
 
     def set_state(self, state: dict[str, Any]) -> None:
         self.env.set_state(state["env"])  # type: ignore[attr-defined]
