@@ -71,6 +71,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         if "continuous" in metafunc.fixturenames:
             paths = [path for path in paths if domain(path) == "ppo_continuous_mujoco"]
         metafunc.parametrize("script_path", paths, ids=lambda path: path.stem, scope="session")
+    if "cage2_path" in metafunc.fixturenames:
+        paths = [path for path in script_paths(metafunc.config) if domain(path) == "ppo_cage2_parallel"]
+        metafunc.parametrize("cage2_path", paths, ids=lambda path: path.stem, scope="session")
 
 
 _loaded: dict[Path, ModuleType] = {}
@@ -100,6 +103,12 @@ def script(script_path: Path) -> ModuleType:
 def continuous(script_path: Path) -> ModuleType:
     """ppo_continuous_mujoco.py, or the copies of it named by --script."""
     return load_script(script_path)
+
+
+@pytest.fixture(scope="session")
+def cage2(cage2_path: Path) -> ModuleType:
+    """ppo_cage2_parallel.py, or the copies of it named by --script."""
+    return load_script(cage2_path)
 
 
 def with_args(script: ModuleType, **values: Any) -> Any:

@@ -23,22 +23,10 @@ import pytest
 import torch
 
 from envs.cage2 import ACTION_NAMES, HOSTS, Cage2VecEnv
-from tests.conftest import ROOT, assert_same, domain, load_script, script_paths
+from tests.conftest import ROOT, assert_same
 
 BEST = ROOT / "results" / "cage2_best.pt"
 WINNER = -54.57  # the score of the challenge's winner: the sum of nine mean returns
-
-
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "cage2_path" in metafunc.fixturenames:
-        paths = [path for path in script_paths(metafunc.config) if domain(path) == "ppo_cage2_parallel"]
-        metafunc.parametrize("cage2_path", paths, ids=lambda path: path.stem, scope="session")
-
-
-@pytest.fixture(scope="session")
-def cage2(cage2_path: Path) -> ModuleType:
-    """ppo_cage2_parallel.py, or the copies of it named by --script."""
-    return load_script(cage2_path)
 
 
 def tiny_args(script: ModuleType, logdir: Path, **values: Any) -> Any:

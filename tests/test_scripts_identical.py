@@ -30,6 +30,7 @@ DIFFERENT = {
     "Counters": "each domain counts something of its own",
     "train": "how the environments are made",
     "learn": "frames, cuts and hints of the domain",
+    "main": "one script can search too",
     "PlayArgs": "each domain shows something else",
     "play": "each domain shows something else",
 }
