@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import pickle
 import struct
 import tempfile
 from collections.abc import Callable
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -20,8 +22,7 @@ from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tu
 
 CACHE_LINE = 64  # bytes; processes that write to one line take it from each other at every write
 MAX_INFO_KEYS = 32
-
-InfoLayout = tuple[tuple[str, type], ...]  # the keys of an info, and the types of their values
+MAX_LAYOUT_BYTES = 4096
 
 
 def require_numeric(space: Space, role: str) -> None:
@@ -65,19 +66,10 @@ def row_of(tree: Any, index: int) -> Any:
     return map_tree(tree, lambda array: array[index, ...])  # without the dots, a number would come as a copy
 
 
-def rows_of(tree: Any, rows: slice) -> Any:
-    """Return views of some rows of every array of `tree`; of all rows the arrays themselves."""
-    return map_tree(tree, lambda array: array if rows == slice(0, len(array)) else array[rows])
-
-
-def rows_of_infos(infos: dict[str, Any], rows: slice) -> dict[str, Any]:
-    """Return some rows of infos in Gymnasium's vector format."""
-    return {key: rows_of_infos(part, rows) if isinstance(part, dict) else part[rows] for key, part in infos.items()}
-
-
-def copy_of_row(tree: Any, index: int) -> Any:
-    """Return copies of row `index` of every array of `tree`."""
-    return map_tree(tree, lambda array: array[index].copy())
+def copies_of_rows(tree: Any, num_rows: int) -> list[Any]:
+    """Return copies of the rows of `tree`; those of arrays (n,) are NumPy scalars."""
+    tree = map_tree(tree, np.ndarray.copy)
+    return list(tree) if isinstance(tree, np.ndarray) else [map_tree(tree, itemgetter(n)) for n in range(num_rows)]
 
 
 def write_tree(target: Any, value: Any) -> None:
@@ -121,7 +113,7 @@ class SharedBatch:
             reach the environment as np.float64, which is a Python float, and keep what precision the caller gave.
         rewards: (num_envs,) float64. terminations, truncations: (num_envs,) bool.
         control: (num_workers, 8) int64, a cache line per worker; its columns are named in `envs/_subproc_worker.py`.
-        infos: (num_envs, MAX_INFO_KEYS) float64, some really int64; has_info: (num_envs,) bool; see InfoWriter.
+        info_table: an InfoTable.
         descriptor: of the anonymous file.
     """
 
@@ -154,8 +146,11 @@ class SharedBatch:
         self.rewards = self._array((num_envs,), np.float64)
         self.terminations = self._array((num_envs,), np.bool_)
         self.truncations = self._array((num_envs,), np.bool_)
-        self.infos = self._array((num_envs, MAX_INFO_KEYS), np.float64)
-        self.has_info = self._array((num_envs,), np.bool_)
+        self.info_table = InfoTable(
+            self._array((num_envs, MAX_INFO_KEYS), np.float64),
+            self._array((num_envs,), np.bool_),
+            self._array((MAX_LAYOUT_BYTES,), np.uint8),
+        )
         self.actions = map_space(action_space, lambda part: self._array((num_envs, *(part.shape or ())), cell(part)))
         self.observations = map_space(
             observation_space, lambda part: self._array((num_envs, *(part.shape or ())), part.dtype)
@@ -175,65 +170,67 @@ class SharedBatch:
             self.descriptor = None
 
 
-class InfoWriter:
-    """Writes infos that consist of the same few numbers at every step as rows of the shared memory.
+class InfoTable:
+    """Infos that consist of the same few numbers at every step, as rows of the shared memory.
 
-    MuJoCo's environments return such infos at each step, and pickling, unpickling and merging them costs more than
-    the physics of a small robot. Reals take a cell as float64, integers as int64, both without loss.
+    MuJoCo's environments return such infos, and pickling, unpickling and merging them costs more than the physics of
+    a small robot. The first info that fits decides the layout for all environments: its keys, and the types of their
+    values (reals take a cell as float64, integers as int64, both without loss). Other infos are pickled.
+
+    Args:
+        cells: (num_envs, MAX_INFO_KEYS) float64, some really int64.
+        present: (num_envs,) bool, which environments' last info is in their row.
+        layout: (MAX_LAYOUT_BYTES,) uint8, the pickled layout, or zeros as long as there is none.
     """
 
-    def __init__(self, rows: np.ndarray) -> None:
-        self.rows = rows.data.cast("B")
-        self.row_bytes = rows.strides[0]
-        self.layout: InfoLayout | None = None
+    def __init__(self, cells: np.ndarray, present: np.ndarray, layout: np.ndarray) -> None:
+        self.cells, self.present, self.layout = cells, present, layout.data
+        self.types: dict[str, tuple[type, type]] = {}  # key -> types of its cell and of its value
 
-    def write(self, slot: int, info: dict[str, Any]) -> bool:
-        """Write `info` to row `slot` if it has the keys of the first info that could be written; return whether.
+    def choose_layout(self, info: dict[str, Any]) -> None:
+        """Make `info` decide the layout, if it fits. Only the parent does this."""
+        types: dict[str, Any] = {key: (cell_type(value), type(value)) for key, value in info.items()}
+        pickled = pickle.dumps(types)
+        if all(cell for cell, _ in types.values()) and len(types) <= MAX_INFO_KEYS and len(pickled) <= MAX_LAYOUT_BYTES:
+            self.types = types
+            self.layout[1 : len(pickled)] = pickled[1:]
+            self.layout[:1] = pickled[:1]  # last, so that no worker reads half of it
 
-        As in Gymnasium's own vector infos, the first value of a key decides the type of all.
-        """
-        if self.layout is None:
-            formats = [cell_format(type(value)) for value in info.values()]
-            if None in formats or len(info) > MAX_INFO_KEYS:
+    def write(self, env_index: int, info: dict[str, Any]) -> bool:
+        """Write `info` to its environment's row if it has the layout's keys; return whether."""
+        if not self.types:
+            if not self.layout[0]:
                 return False
-            self.layout = tuple(zip(info, map(type, info.values()), strict=True))
-            self.keys = [*info]
-            self.cells = struct.Struct("".join(map(str, formats)))
-        elif [*info] != self.keys:
+            self.types = pickle.loads(self.layout)
+            self.keys = [*self.types]
+            self.row = struct.Struct("".join("d" if cell is np.float64 else "q" for cell, _ in self.types.values()))
+            self.bytes = self.cells.data.cast("B")
+        if [*info] != self.keys:
             return False
         try:
-            self.cells.pack_into(self.rows, slot * self.row_bytes, *info.values())
+            self.row.pack_into(self.bytes, env_index * MAX_INFO_KEYS * 8, *info.values())
         except (struct.error, TypeError):  # not a number after all, or an integer beyond int64
             return False
         return True
 
-
-def cell_format(kind: type) -> str | None:
-    """Return the `struct` format of a cell that holds a value of this type without loss, or None."""
-    if issubclass(kind, int | np.integer):
-        return "q"
-    return "d" if issubclass(kind, float | np.float32 | np.float16) else None
-
-
-def read_infos(batch: SharedBatch, layouts: dict[InfoLayout, list[int]], rows: slice) -> dict[str, Any]:
-    """Return the rows that InfoWriters wrote in Gymnasium's vector format.
-
-    Args:
-        layouts: which environments (indices) write their rows in which layout.
-        rows: of the environments to read; the others, which may be stepping, count as having no info.
-    """
-    infos: dict[str, Any] = {}
-    num_envs = len(batch.has_info)
-    for layout, env_indices in layouts.items():
-        present = np.zeros(num_envs, dtype=np.bool_)
-        present[env_indices] = batch.has_info[env_indices]
-        present[: rows.start] = present[rows.stop :] = False
+    def read(self, rows: slice) -> dict[str, Any]:
+        """Return some environments' infos in Gymnasium's vector format, as if the others had none."""
+        present = np.zeros_like(self.present)
+        present[rows] = self.present[rows]
         if not present.any():
-            continue
-        for column, (key, kind) in enumerate(layout):
-            numbers = batch.infos if cell_format(kind) == "d" else batch.infos.view(np.int64)
-            if key not in infos:
-                infos[key], infos[f"_{key}"] = np.zeros(num_envs, kind), np.zeros(num_envs, np.bool_)
-            np.copyto(infos[key], numbers[:, column], where=present, casting="unsafe")
-            infos[f"_{key}"] |= present
-    return infos
+            return {}
+        columns = self.cells[:, : len(self.types)].T.copy()
+        if not present.all():
+            columns[:, ~present] = 0
+        flags = np.repeat(present[None], len(self.types), axis=0)
+        infos: dict[str, Any] = {}
+        for (key, (cell, kind)), column, flag in zip(self.types.items(), columns, flags, strict=True):
+            infos[key], infos[f"_{key}"] = column.view(cell).astype(kind, copy=False), flag
+        return infos
+
+
+def cell_type(value: Any) -> type | None:
+    """Return the type of a cell that holds `value` without loss, or None."""
+    if isinstance(value, int | np.integer):
+        return np.int64
+    return np.float64 if isinstance(value, float | np.float32 | np.float16) else None

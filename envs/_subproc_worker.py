@@ -2,13 +2,14 @@
 
 A worker never outlives its parent, ignores the signals that are meant for its parent, and leaves a trace of where it
 was when it crashes or hangs. Numbers travel in shared memory, all else (results of calls, texts of errors, infos of
-other than numbers) as pickled messages through a pipe; semaphores say that a command or a reply is there.
+other than numbers) as pickled messages through a pipe; two semaphores say that a command or a reply is there.
 """
 
 from __future__ import annotations
 
 import faulthandler
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -23,15 +24,13 @@ import numpy as np
 from gymnasium import Env, Wrapper
 from gymnasium.vector import AutoresetMode
 
-from envs._shared_memory import InfoWriter, SharedBatch, copy_of_row, map_tree, row_of, write_tree
+from envs._shared_memory import SharedBatch, copies_of_rows, map_tree, row_of, write_tree
 
 # Columns of SharedBatch.control, one row per worker.
-COMMAND, REPLY, RUNNING, DONE, GROUP = 0, 1, 2, 3, 4
+COMMAND, REPLY, RUNNING = 0, 1, 2
 STEP, MESSAGE = 0, 1  # COMMAND: step with the shared actions, or read a (name, requests) message from the pipe
 EMPTY, PICKLED = 0, 1  # REPLY: all is in shared memory, or an (errors, results) message is in the pipe
 IDLE = -1  # RUNNING: the index of the environment whose code is running, or IDLE
-# DONE: 0 from the command to its reply, then 1
-WHOLE = 2  # GROUP: which workers got the command together: all, or those of half 0 or of half 1
 
 SPINS = 200  # polls, about 100 us, before a worker sleeps: to wake a sleeper takes tens of us, a small step less
 SMALL_MESSAGE = 32_768  # bytes that surely fit the pipe's buffer
@@ -51,37 +50,13 @@ class WorkerSetup:
     env_indices: range
     env_fns: list[Callable[[], Env]]
     pipe: connection.Connection
-    go: Semaphore
-    finishes: list[Finish]  # one for each GROUP
+    go: Semaphore  # the parent's: a command is there
+    done: Semaphore  # the worker's: it has been obeyed
     crash_pipe: connection.Connection
     autoreset_mode: AutoresetMode
     episode_statistics: bool
     spin: bool
     inherited: list[connection.Connection]  # the parent's ends of pipes, which fork copies into the worker
-
-
-@dataclass
-class Finish:
-    """Wakes the parent once, when the last of the workers it waits for is done, and not at each one's end.
-
-    The parent shares the cores with the workers, and each time it wakes it interrupts one that is not done. Before a
-    command to k workers it puts k - 1 tokens on the table; who is done takes one, and who finds none wakes the parent.
-    """
-
-    tokens: Semaphore
-    all_done: Semaphore
-
-    def prepare(self, num_workers: int) -> None:
-        """Lay out the tokens for a command; a worker that died may have left one."""
-        while self.tokens.acquire(False):
-            pass
-        for _ in range(num_workers - 1):
-            self.tokens.release()
-
-    def report(self) -> None:
-        """Say that a worker is done."""
-        if not self.tokens.acquire(False):
-            self.all_done.release()
 
 
 @dataclass
@@ -197,8 +172,8 @@ class Worker:
         self.rewards: Any = shared.rewards[rows].data
         self.terminations: Any = shared.terminations[rows].data
         self.truncations: Any = shared.truncations[rows].data
-        self.has_info: Any = shared.has_info[rows].data
-        self.info_writer = InfoWriter(shared.infos[rows])
+        self.info_table = shared.info_table
+        self.has_info: Any = shared.info_table.present[rows].data
         self.actions = map_tree(shared.actions, lambda array: array[rows])
         self.observations = [row_of(shared.observations, i) for i in self.setup.env_indices]
 
@@ -213,92 +188,88 @@ class Worker:
             else:
                 setup.go.acquire()
 
-            errors: list[EnvError]
-            results: Any
-            if control[COMMAND] == STEP:
-                name, (errors, results) = "step", self.step()
-            else:
-                name, requests = setup.pipe.recv()
-                if name == "close":
-                    return
-                errors, results = getattr(self, name)(requests)
+            name, requests = ("step", None) if control[COMMAND] == STEP else setup.pipe.recv()
+            if name == "close":
+                return
+            errors, results = getattr(self, name)(requests)
             control[RUNNING] = IDLE
 
-            message = b""
-            if errors or results:
-                message = self.pickle(errors, results)
+            message = self.pickle(errors, results) if errors or results else b""
             control[REPLY] = PICKLED if message else EMPTY
             # What does not fit the pipe waits there until the parent, once told, reads; what fits is better sent
             # first, so that the parent does not wake only to wait.
             if 0 < len(message) <= SMALL_MESSAGE:
                 setup.pipe.send_bytes(message)
-            control[DONE] = 1
-            setup.finishes[control[GROUP]].report()
+            setup.done.release()
             if len(message) > SMALL_MESSAGE:
                 setup.pipe.send_bytes(message)
             if errors and name in ("step", "reset"):
                 return
 
-    def pickle(self, errors: list[EnvError], results: Any) -> Any:
+    def pickle(self, errors: list[EnvError], results: Results) -> bytes:
         """Return the reply as bytes; a result that cannot be pickled is an error of its environment."""
         try:
-            return reduction.ForkingPickler.dumps((errors, results))
+            return pickle.dumps((errors, results))
         except Exception:
-            guilty = EnvError.current(self.first)
             for env_index, result in results:
                 try:
-                    reduction.ForkingPickler.dumps(result)
+                    pickle.dumps(result)
                 except Exception:
-                    guilty = EnvError.current(env_index)
-                    break
-            return reduction.ForkingPickler.dumps(([*errors, guilty], []))
+                    errors = [*errors, EnvError.current(env_index)]
+            return pickle.dumps((errors, []))
 
-    def step(self, requests: Requests | None = None) -> tuple[list[EnvError], Results]:
+    def step(self, requests: Requests | None) -> tuple[list[EnvError], Results]:
         """Step every environment; return errors and the infos to be pickled.
 
         Args:
-            requests: the actions, if they are not to be read from the shared memory.
+            requests: the actions, if they are not in the shared memory.
         """
         errors: list[EnvError] = []
         infos: Results = []
-        known_layout = self.info_writer.layout
-        control, write_info = self.control, self.info_writer.write
-        actions = self.actions if requests is None else [action for _, action in requests]
-        plain_actions = isinstance(actions, np.ndarray)
+        # Copies, since an environment may keep its action, and the next one overwrites the shared row.
+        if requests is None:
+            actions = copies_of_rows(self.actions, len(self.envs))
+        else:
+            actions = [action for _, action in requests]
+        # First all environments, then all that is done with their results: each loop is faster without the other.
+        results: list[Any] = []
         for slot, env in enumerate(self.envs):
-            env_index = self.first + slot
-            control[RUNNING] = env_index
+            self.control[RUNNING] = self.first + slot
             try:
-                reward: Any = 0.0
-                over = terminated = truncated = False
                 if self.needs_reset[slot]:
                     observation, info = self.begin_episode(slot)
+                    results.append((observation, 0.0, False, False, info))
                 else:
-                    # A copy, since an environment may keep its action, and the next one overwrites this row.
-                    if plain_actions:
-                        action = actions[slot].copy()
-                    else:
-                        action = copy_of_row(actions, slot) if requests is None else actions[slot]
-                    observation, reward, terminated, truncated, info = env.step(action)
-                    self.returns[slot] += float(reward)
+                    results.append(env.step(actions[slot]))
                     self.lengths[slot] += 1
-                    if terminated or truncated:
-                        over = True
-                        observation, info = self.end_episode(slot, observation, info)
-                write_tree(self.observations[slot], observation)
+            except BaseException:
+                errors.append(EnvError.current(self.first + slot))
+                results.append(None)
+        write_info, has_info = self.info_table.write, self.has_info
+        for slot, result in enumerate(results):
+            if result is None:
+                continue
+            env_index = self.first + slot
+            try:
+                observation, reward, terminated, truncated, info = result
+                self.returns[slot] += float(reward)
                 self.rewards[slot] = reward
                 self.terminations[slot] = terminated
                 self.truncations[slot] = truncated
-                self.has_info[slot] = False
-                if info:
-                    if not over and write_info(slot, info):
-                        self.has_info[slot] = True
+                has_info[slot] = False
+                if terminated or truncated:
+                    self.control[RUNNING] = env_index
+                    observation, info = self.end_episode(slot, observation, info)
+                    if info:
+                        infos.append((env_index, info))
+                elif info:
+                    if write_info(env_index, info):
+                        has_info[slot] = True
                     else:
                         infos.append((env_index, info))
+                write_tree(self.observations[slot], observation)
             except BaseException:
                 errors.append(EnvError.current(env_index))
-        if self.info_writer.layout is not known_layout:
-            infos.append((self.first, self.info_writer.layout))
         return errors, infos
 
     def begin_episode(self, slot: int, **kwargs: Any) -> tuple[Any, dict[str, Any]]:

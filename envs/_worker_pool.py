@@ -9,6 +9,7 @@ import contextlib
 import math
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import time
@@ -19,28 +20,22 @@ from typing import Any
 from gymnasium import Env
 from gymnasium.vector.utils import CloudpickleWrapper, clear_mpi_env_vars
 
-from envs._shared_memory import InfoLayout, SharedBatch, map_tree
+from envs._shared_memory import SharedBatch, map_tree
 from envs._subproc_worker import (
     COMMAND,
-    DONE,
-    GROUP,
     IDLE,
     MESSAGE,
     PICKLED,
     REPLY,
     RUNNING,
     STEP,
-    WHOLE,
     EnvError,
-    Finish,
     Requests,
     Results,
     WorkerSetup,
-    give_way,
     worker_main,
 )
 
-POLLS = 20  # looks for replies before the parent sleeps; in between it leaves its core to a worker
 LIVENESS_SECONDS = 0.05  # how often a wait looks whether the worker still lives
 TRACE_SECONDS = 0.5  # how long a hung worker is given to write down where it is
 CLOSE_SECONDS = 2.0  # how long environments may take to close before their worker is killed
@@ -82,15 +77,14 @@ class Worker:
         self.started = False
         self.pending = False
         self.reply: tuple[list[EnvError], Any] = ([], [])
-        self.info_layout: InfoLayout | None = None
         self.failures = 0  # since the last step it finished
 
     def start(self, context: Any, daemon: bool, others: Sequence[Worker], **options: Any) -> None:
         """Start the process. Its pipes are made just before, so that no worker inherits another one's ends."""
-        self.go = context.Semaphore(0)
+        self.go, self.done = context.Semaphore(0), context.Semaphore(0)
         self.pipe, worker_pipe = context.Pipe()
         self.crash_pipe, worker_crash_pipe = context.Pipe(duplex=False)
-        self.pending, self.reply, self.info_layout = False, ([], []), None
+        self.pending, self.reply = False, ([], [])
         method = context.get_start_method()
         parents_ends = [pipe for worker in (self, *others) for pipe in (worker.pipe, worker.crash_pipe)]
         setup = WorkerSetup(
@@ -98,6 +92,7 @@ class Worker:
             env_indices=self.env_indices,
             pipe=worker_pipe,
             go=self.go,
+            done=self.done,
             crash_pipe=worker_crash_pipe,
             inherited=parents_ends if method == "fork" else [],
             **options,
@@ -163,8 +158,7 @@ class WorkerPool:
         self._env_fns = [CloudpickleWrapper(env_fn) for env_fn in env_fns]
         self._context = multiprocessing.get_context(context)
         self._daemon = daemon
-        self._finishes = [Finish(self._context.Semaphore(0), self._context.Semaphore(0)) for _ in range(WHOLE + 1)]
-        self._options = {**options, "finishes": self._finishes}
+        self._options = options
         # Unlike weakref.finalize and atexit, it does nothing in a process forked from this one, and it runs before
         # multiprocessing's own exit function, which would wait for the workers.
         self._end_all = util.Finalize(owner, end_all, (self.workers,), exitpriority=10)
@@ -225,9 +219,9 @@ class WorkerPool:
 
     # ---- commands and replies ---------------------------------------------------------------------------------
 
-    def step(self, workers: Sequence[Worker], group: int = WHOLE) -> None:
+    def step(self, workers: Sequence[Worker]) -> None:
         """Let workers step their environments with the shared actions."""
-        self._dispatch(workers, STEP, group)
+        self._dispatch(workers, STEP)
 
     def request(self, name: str, requests: Requests, workers: Sequence[Worker] | None = None) -> None:
         """Let workers run the method `name` on their part of `requests`."""
@@ -239,18 +233,14 @@ class WorkerPool:
             with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # collect() will report it in full
                 worker.pipe.send((name, part))
 
-    def _dispatch(self, workers: Sequence[Worker], command: int, group: int = WHOLE) -> None:
+    def _dispatch(self, workers: Sequence[Worker], command: int) -> None:
         deadline = self._deadline()
-        self._finishes[group].prepare(len(workers))
         for worker in workers:
-            control = self._control[worker.index]
-            control[COMMAND], control[DONE], control[GROUP] = command, 0, group
+            self._control[worker.index][COMMAND] = command
             worker.pending, worker.deadline = True, deadline
             worker.go.release()
 
-    def collect(
-        self, name: str, workers: Sequence[Worker], timeout: float | None = None, group: int = WHOLE
-    ) -> Results:
+    def collect(self, name: str, workers: Sequence[Worker], timeout: float | None = None) -> Results:
         """Wait for the workers' replies to `name`; return their results in the order of the environments.
 
         Raises:
@@ -258,44 +248,33 @@ class WorkerPool:
             WorkerError: if environments raised, or for the first worker found dead or hung; then collect the rest.
         """
         patience = math.inf if timeout is None else time.monotonic() + timeout
-        waited_for = [worker for worker in workers if worker.pending]
-        controls = [self._control[worker.index] for worker in waited_for]
-        for _ in range(POLLS):
-            if all(control[DONE] for control in controls):
-                break
-            give_way()
-        while not all(control[DONE] for control in controls):
-            wait = max(0.0, min(LIVENESS_SECONDS, patience - time.monotonic()))
-            if self._finishes[group].all_done.acquire(True, wait):
-                continue
-            self._find_lost(waited_for, name)
-            if time.monotonic() >= patience:
-                raise multiprocessing.TimeoutError(
-                    f"The call to `{name}_wait` has timed out after {timeout} second(s)."
-                )
-        for worker in waited_for:
-            self._take_reply(worker, name)
+        for worker in workers:
+            if worker.pending:
+                self._wait(worker, name, patience, timeout)
+                self._take_reply(worker, name)
         errors = [error for worker in workers for error in worker.reply[0]]
         if errors:
             raise self._environment_error(errors, name)
         return [result for worker in workers for result in worker.reply[1]]
 
-    def _find_lost(self, workers: Sequence[Worker], name: str) -> None:
-        """Raise if one of the workers that are not done is dead or overdue."""
-        for worker in workers:
+    def _wait(self, worker: Worker, name: str, patience: float, timeout: float | None) -> None:
+        while not worker.done.acquire(True, max(0.0, min(LIVENESS_SECONDS, patience - time.monotonic()))):
             alive = worker.process.is_alive()  # asked first: it may have finished just before it died
-            if self._control[worker.index][DONE]:
-                continue
-            if not alive:
-                raise self._lost(worker, name)
-            if time.monotonic() >= worker.deadline:
-                raise self._lost(worker, name, hung=True)
+            if worker.done.acquire(False):
+                return
+            now = time.monotonic()
+            if not alive or now >= worker.deadline:
+                raise self._lost(worker, name, hung=alive)
+            if now >= patience:
+                raise multiprocessing.TimeoutError(
+                    f"The call to `{name}_wait` has timed out after {timeout} second(s)."
+                )
 
     def _take_reply(self, worker: Worker, name: str) -> None:
         worker.pending, worker.reply = False, ([], [])
         if self._control[worker.index][REPLY] == PICKLED:
             try:
-                worker.reply = worker.pipe.recv()
+                worker.reply = pickle.loads(worker.pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
                 raise self._lost(worker, name) from None
         if name == "step":

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
@@ -26,24 +27,26 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
-from envs._shared_memory import (
-    InfoLayout,
-    SharedBatch,
-    copy_of_row,
-    map_tree,
-    read_infos,
-    require_numeric,
-    row_of,
-    rows_of,
-    rows_of_infos,
-    write_tree,
-)
-from envs._subproc_worker import WHOLE, Results
+from envs._shared_memory import SharedBatch, copies_of_rows, map_tree, require_numeric, row_of, write_tree
+from envs._subproc_worker import Requests, Results
 from envs._worker_pool import Worker, WorkerError, WorkerPool
 
 __all__ = ["SubprocVecEnv", "WorkerError"]
 
 StepReturn = tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
+WHOLE = 2  # the part of the environments that is neither half 0 nor half 1
+
+
+@dataclass
+class Part:
+    """All environments, or one half of them: who steps them, and views of their rows of the shared memory."""
+
+    rows: slice
+    workers: list[Worker]
+    actions: Any
+    observations: Any
+    results: tuple[Any, ...]  # what `step` returns, but for the infos
+    observations_before: Any
 
 
 class SubprocVecEnv(VectorEnv):
@@ -128,8 +131,7 @@ class SubprocVecEnv(VectorEnv):
         self.observation_mode = observation_mode
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.on_worker_failure = on_worker_failure
-        self._state = "default"  # or the call that is pending: "reset", "step", "send", "call"
-        self._sent: set[int] = set()  # the halves that are stepping
+        self._pending: dict[int, str] = {}  # the call that each part is busy with: "reset", "step", "send", ...
         self._pool = WorkerPool(
             owner=self,
             env_fns=env_fns,
@@ -154,12 +156,18 @@ class SubprocVecEnv(VectorEnv):
             self.close()
             raise
         self._observations_before = map_tree(self._shared.observations, np.copy)  # the step; kept for restarts
-        self._info_layouts: dict[InfoLayout, list[int]] = {}
-        middle = self.num_workers // 2
-        workers = self._pool.workers
-        self._workers = {0: workers[:middle], 1: workers[middle:], WHOLE: workers}
-        first = workers[middle].env_indices.start
-        self._rows = {0: slice(0, first), 1: slice(first, self.num_envs), WHOLE: slice(0, self.num_envs)}
+        middle, workers = self.num_workers // 2, self._pool.workers
+        self._parts = [self._part(some) for some in (workers[:middle], workers[middle:], workers)]
+
+    def _part(self, workers: list[Worker]) -> Part:
+        rows = slice(workers[0].env_indices.start, workers[-1].env_indices.stop) if workers else slice(0)
+
+        def some(tree: Any) -> Any:
+            return map_tree(tree, lambda array: array[rows])
+
+        shared, observations = self._shared, some(self._shared.observations)
+        results = (observations, *some((shared.rewards, shared.terminations, shared.truncations)))
+        return Part(rows, workers, some(shared.actions), observations, results, some(self._observations_before))
 
     def _adopt_spaces(self, spaces: list[tuple[Space, Space]]) -> None:
         """Check that the environments' (observation, action) spaces fit together, and set the vector's spaces."""
@@ -235,8 +243,7 @@ class SubprocVecEnv(VectorEnv):
         for n in chosen:
             if seed[n] is not None:
                 self._pool.seeds[n] = seed[n]
-        self._pool.request("reset", self._resets)
-        self._state = "reset"
+        self._begin("reset", self._resets)
 
     def _masked(self, mask: Any) -> list[int]:
         if not isinstance(mask, np.ndarray):
@@ -257,7 +264,7 @@ class SubprocVecEnv(VectorEnv):
             self._pool.collect("reset", [worker])
 
         infos = self._merge({}, self._collect("reset", timeout, reset_again))
-        return self._fresh(self._shared.observations), infos
+        return self._fresh(self._parts[WHOLE].observations), infos
 
     def step(self, actions: Any) -> StepReturn:
         """Step every environment once: `step_async`, then `step_wait`."""
@@ -275,8 +282,7 @@ class SubprocVecEnv(VectorEnv):
             ValueError, TypeError: if `actions` has the wrong shape, or is a single number.
         """
         self._assert_free("step_async")
-        self._begin_step(actions, WHOLE)
-        self._state = "step"
+        self._begin_step(actions, WHOLE, "step")
 
     def step_wait(self, timeout: float | None = None) -> StepReturn:
         """Wait for `step_async`.
@@ -292,7 +298,7 @@ class SubprocVecEnv(VectorEnv):
                 it took longer than `step_timeout` (then it is also a multiprocessing.TimeoutError). The text names
                 the environment, its seed, its last action and the place in the code. Only `close` is possible then.
         """
-        return self._end_step(WHOLE, timeout)
+        return self._end_step(WHOLE, "step", timeout)
 
     def send(self, actions: Any, half: int) -> None:
         """Begin a step of one half of the environments, so that the caller can work for the other half meanwhile.
@@ -307,14 +313,12 @@ class SubprocVecEnv(VectorEnv):
             ValueError: with a single worker, or if `half` is not 0 or 1. Otherwise as `step_async`.
         """
         self.half_rows(half)
-        self._assert_free("send", allowed="default" if half in self._sent else "send")
-        self._begin_step(actions, half)
-        self._sent.add(half)
-        self._state = "send"
+        self._assert_free("send", half)
+        self._begin_step(actions, half, "send")
 
     def recv(self, half: int, timeout: float | None = None) -> StepReturn:
         """Wait for `send`; return what `step_wait` does, of this half only. Raises as `step_wait` does."""
-        return self._end_step(half, timeout)
+        return self._end_step(half, "send", timeout)
 
     def half_rows(self, half: int) -> slice:
         """Return which environments `send` and `recv` mean by half 0 or 1."""
@@ -322,62 +326,46 @@ class SubprocVecEnv(VectorEnv):
             raise ValueError(f"`half` must be 0 or 1, got {half!r}.")
         if self.num_workers == 1:
             raise ValueError("`send` and `recv` need a worker for each half: set `num_workers` to 2 or more.")
-        return self._rows[half]
+        return self._parts[half].rows
 
-    def _begin_step(self, actions: Any, group: int) -> None:
-        rows, workers = self._rows[group], self._workers[group]
-        target = rows_of(self._shared.actions, rows)
+    def _begin_step(self, actions: Any, part_index: int, name: str) -> None:
+        part = self._parts[part_index]
         if self.on_worker_failure == "restart":
-            write_tree(rows_of(self._observations_before, rows), rows_of(self._shared.observations, rows))
+            write_tree(part.observations_before, part.observations)
         try:
-            write_tree(target, actions)
+            write_tree(part.actions, actions)
         except ValueError:
             # For spaces of shape (1,), numbers are taken in place of arrays of one number. Environments then get what
             # AsyncVectorEnv would hand them: each its number as it came.
-            if group != WHOLE or np.shape(target) != (self.num_envs, 1) or np.shape(actions) != (self.num_envs,):
+            count = part.rows.stop - part.rows.start
+            if np.shape(part.actions) != (count, 1) or np.shape(actions) != (count,):
                 raise
-            write_tree(target, np.reshape(actions, (-1, 1)))
-            self._pool.request("step", list(enumerate(actions)))
+            write_tree(part.actions, np.reshape(actions, (-1, 1)))
+            self._pool.request("step", list(enumerate(actions, part.rows.start)), part.workers)
         else:
-            self._pool.step(workers, group)
+            self._pool.step(part.workers)
+        self._pending[part_index] = name
 
-    def _end_step(self, group: int, timeout: float | None) -> StepReturn:
+    def _end_step(self, part_index: int, name: str, timeout: float | None) -> StepReturn:
         restarted: set[Worker] = set()
 
         def begin_anew(worker: Worker) -> None:
             restarted.add(worker)
             self._begin_anew(worker)
 
-        rows = self._rows.get(group, slice(0))
-        infos = self._infos(self._collect("step", timeout, begin_anew, group), rows)
+        pickled = self._collect(name, timeout, begin_anew, part_index)
+        part, table = self._parts[part_index], self._shared.info_table
+        infos = self._merge(table.read(part.rows), pickled)
+        if pickled and not table.types:
+            table.choose_layout(pickled[0][1])
         for worker in restarted:
             infos = self._truncate(worker, infos)
-        shared = self._shared
-        return (
-            self._fresh(rows_of(shared.observations, rows)),
-            self._fresh(rows_of(shared.rewards, rows)),
-            self._fresh(rows_of(shared.terminations, rows)),
-            self._fresh(rows_of(shared.truncations, rows)),
-            infos if group == WHOLE else rows_of_infos(infos, rows),
-        )
+        if part_index != WHOLE:
+            infos = rows_of_infos(infos, part.rows)
+        return (*self._fresh(part.results), infos)
 
     def _fresh(self, tree: Any) -> Any:
-        return map_tree(tree, np.copy) if self.copy else tree
-
-    def _infos(self, results: Results, rows: slice) -> dict[str, Any]:
-        """Join the infos that workers wrote to shared memory and those that they pickled."""
-        for env_index, layout in results:
-            if isinstance(layout, tuple):  # a worker says how it writes infos from now on
-                next(w for w in self._pool.workers if env_index in w.env_indices).info_layout = layout
-                self._info_layouts = {
-                    w.info_layout: [
-                        n for v in self._pool.workers if v.info_layout == w.info_layout for n in v.env_indices
-                    ]
-                    for w in self._pool.workers
-                    if w.info_layout is not None
-                }
-        infos = read_infos(self._shared, self._info_layouts, rows)
-        return self._merge(infos, [result for result in results if isinstance(result[1], dict)])
+        return map_tree(tree, np.ndarray.copy) if self.copy else tree
 
     def _merge(self, infos: dict[str, Any], results: Results) -> dict[str, Any]:
         for env_index, info in results:
@@ -389,7 +377,7 @@ class SubprocVecEnv(VectorEnv):
     def _begin_anew(self, worker: Worker) -> None:
         """Begin new episodes in the new environments of a worker that was lost during a step."""
         rows = slice(worker.env_indices.start, worker.env_indices.stop)
-        self._shared.has_info[rows] = False
+        self._shared.info_table.present[rows] = False
         for n in worker.env_indices:
             seed = self._pool.seeds[n]  # the same one might lead to the same end; one of its own, though
             self._pool.seeds[n] = None if seed is None else seed + self.num_envs
@@ -404,18 +392,15 @@ class SubprocVecEnv(VectorEnv):
 
     def _truncate(self, worker: Worker, infos: dict[str, Any]) -> dict[str, Any]:
         """End the episodes of a lost worker as the autoreset mode has it: truncated where they were before the step."""
+        shared = self._shared
+        before = copies_of_rows(self._observations_before, self.num_envs)
         for n in worker.env_indices:
-            before = copy_of_row(self._observations_before, n)
-            self._shared.rewards[n], self._shared.terminations[n], self._shared.truncations[n] = (
-                0.0,
-                False,
-                True,
-            )
+            shared.rewards[n], shared.terminations[n], shared.truncations[n] = 0.0, False, True
             info: dict[str, Any] = {"worker_restarted": True}
             if self.autoreset_mode == AutoresetMode.SAME_STEP:
-                info = {"final_obs": before, "final_info": info, **info}
+                info = {"final_obs": before[n], "final_info": info, **info}
             else:
-                write_tree(row_of(self._shared.observations, n), before)
+                write_tree(row_of(shared.observations, n), before[n])
             infos = self._add_info(infos, info, n)
         return infos
 
@@ -431,8 +416,7 @@ class SubprocVecEnv(VectorEnv):
         self._assert_free("call_async")
         if name in ("reset", "step", "close"):
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
-        self._pool.request("call", [(n, (name, args, kwargs)) for n in range(self.num_envs)])
-        self._state = "call"
+        self._begin("call", [(n, (name, args, kwargs)) for n in range(self.num_envs)])
 
     def call_wait(self, timeout: float | None = None) -> tuple[Any, ...]:
         """Wait for `call_async`; return a tuple of num_envs results. Raises as `step_wait` does."""
@@ -497,20 +481,23 @@ class SubprocVecEnv(VectorEnv):
         if self.closed:
             raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
 
-    def _assert_free(self, method: str, allowed: str = "default") -> None:
+    def _assert_free(self, method: str, part_index: int = WHOLE) -> None:
         self._assert_running()
         if self._pool.failure is not None:
             raise WorkerError(f"Nothing but close() is possible after this: {self._pool.failure}")
-        if self._state not in ("default", allowed):
+        if self._pending and (part_index in self._pending or WHOLE in (part_index, *self._pending)):
+            pending = next(iter(self._pending.values()))
             raise AlreadyPendingCallError(
-                f"Calling `{method}` while waiting for a pending call to `{self._state}` to complete.",
-                self._state,
+                f"Calling `{method}` while waiting for a pending call to `{pending}` to complete.", pending
             )
 
-    def _call_workers(self, name: str, requests: Results) -> Results:
-        self._assert_free(name)
+    def _begin(self, name: str, requests: Requests) -> None:
         self._pool.request(name, requests)
-        self._state = name
+        self._pending[WHOLE] = name
+
+    def _call_workers(self, name: str, requests: Requests) -> Results:
+        self._assert_free(name)
+        self._begin(name, requests)
         return self._collect(name)
 
     def _collect(
@@ -518,38 +505,36 @@ class SubprocVecEnv(VectorEnv):
         name: str,
         timeout: float | None = None,
         begin_anew: Callable[[Worker], None] | None = None,
-        group: int = WHOLE,
+        part_index: int = WHOLE,
     ) -> Results:
         """Wait for the pending call `name`; where a worker is lost and may be replaced, do so and `begin_anew`."""
         self._assert_running()
-        if group != WHOLE and group not in self._sent:
-            raise NoAsyncCallError(f"Calling `recv` for half {group} without any prior call to `send`.", "recv")
-        if group == WHOLE and self._state != name:
+        if self._pending.get(part_index) != name:
+            if name == "send":
+                text = f"Calling `recv` for half {part_index} without any prior call to `send`."
+                raise NoAsyncCallError(text, "recv")
             raise NoAsyncCallError(f"Calling `{name}_wait` without any prior call to `{name}_async`.", name)
+        method = "step" if name == "send" else name
         while True:
             try:
-                results = self._pool.collect(name, self._workers[group], timeout, group)
-                self._free(group)
+                results = self._pool.collect(method, self._parts[part_index].workers, timeout)
+                del self._pending[part_index]
                 return results
             except WorkerError as error:
                 if error.worker is not None and begin_anew is not None and self.on_worker_failure == "restart":
                     self._replace(error, begin_anew)
                     continue
-                self._free(group)
-                if name in ("reset", "step") and error.worker is None:
+                del self._pending[part_index]
+                if method in ("reset", "step"):
                     # As AsyncVectorEnv does: the workers concerned have closed their environments by now.
                     for env_error in error.errors:
                         logger.error(
-                            "Received the following error from Worker-%s - Shutting it down",
-                            env_error.env_index,
+                            "Received the following error from Worker-%s - Shutting it down", env_error.env_index
                         )
                         logger.error("%s", env_error.trace)
-                    logger.error("Raising the last exception back to the main process.")
+                    if error.errors:
+                        logger.error("Raising the last exception back to the main process.")
                 raise
-
-    def _free(self, group: int) -> None:
-        self._sent.discard(group)
-        self._state = "send" if self._sent else "default"
 
     def _replace(self, error: WorkerError, begin_anew: Callable[[Worker], None]) -> None:
         while True:
@@ -569,9 +554,14 @@ class SubprocVecEnv(VectorEnv):
             timeout: seconds (default 2) that environments may take to finish and close, before they are killed.
             terminate: kill them at once.
         """
-        if self._state != "default":
-            logger.warn(f"Calling `close` while waiting for a pending call to `{self._state}` to complete.")
+        for name in set(self._pending.values()):
+            logger.warn(f"Calling `close` while waiting for a pending call to `{name}` to complete.")
         self._pool.close(timeout, terminate)
 
     def __del__(self) -> None:
         """Leave it to the pool's finalizer, which does the right thing in forked processes too."""
+
+
+def rows_of_infos(infos: dict[str, Any], rows: slice) -> dict[str, Any]:
+    """Return some rows of infos in Gymnasium's vector format."""
+    return {key: rows_of_infos(part, rows) if isinstance(part, dict) else part[rows] for key, part in infos.items()}
