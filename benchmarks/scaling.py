@@ -8,9 +8,10 @@ and begin anew), and then adds up the memory of itself and its workers. All take
 the proportional set size (PSS): pages that processes share count once in all. "Peak" is the sum of each process's own
 maximum (VmHWM), which counts shared pages once for each process. Linux only, for it reads /proc.
 
-Cost is "no faster than linear" if a step of N environments takes at most N times as long as a step of one, for which
-the table gives the cost of one environment's step over the lowest cost at any smaller N; a cost that grew with the
-square of N would double there with every doubling of N.
+The cost of a step is the CPU time that the process and its workers spend on it, which a busy machine changes least. It
+grows no faster than linearly in N if one environment's share of it does not grow: the table names the N at which that
+share is largest, compared to the smallest at fewer environments. A cost that is quadratic in N doubles there with every
+doubling of N.
 """
 
 import argparse
@@ -36,7 +37,6 @@ from benchmarks.common import (
     machine_line,
     markdown_table,
     rows_of,
-    summary,
     write_results,
 )
 from envs.cage2 import Cage2VecEnv
@@ -96,6 +96,12 @@ def memory() -> dict[str, float]:
     }
 
 
+def cpu_seconds() -> float:
+    """CPU time of this process and its descendants so far."""
+    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in process_tree(os.getpid())]
+    return sum(int(fields[11]) + int(fields[12]) for fields in stats) / os.sysconf("SC_CLK_TCK")
+
+
 def measure(kind: str, num_envs: int, workers: int, seconds: float) -> dict[str, float]:
     """Build, step for so many seconds (at least three steps) and weigh, in this process."""
     build_start = time.perf_counter()
@@ -106,21 +112,23 @@ def measure(kind: str, num_envs: int, workers: int, seconds: float) -> dict[str,
         envs.reset(seed=0)
         envs.step(actions[0])
         built = time.perf_counter() - build_start
-        steps, start = 0, time.perf_counter()
+        steps, start, cpu_start = 0, time.perf_counter(), cpu_seconds()
         while (elapsed := time.perf_counter() - start) < seconds or steps < 3:
             envs.step(actions[steps % len(actions)])
             steps += 1
-        return {"steps_per_second": steps * num_envs / elapsed, "seconds_to_build": built, **memory()}
+        cpu = max(cpu_seconds() - cpu_start, 0.01)  # its clock ticks in hundredths
+        speeds = {"steps_per_second": steps * num_envs / elapsed, "steps_per_cpu_second": steps * num_envs / cpu}
+        return {**speeds, "seconds_to_build": built, **memory()}
     finally:
         envs.close()
 
 
-def growth(counts: list[int], speeds: list[float]) -> dict[str, Any]:
+def growth(counts: list[int], steps_per_cpu_second: list[float]) -> dict[str, Any]:
     """How the cost of a step grows: the exponent of a power law fitted from 16 environments on, and the largest rise
     of the cost per environment over the lowest at fewer environments, with the count where it is."""
     from scipy import stats
 
-    costs = 1 / np.array(speeds)  # seconds for one environment's step
+    costs = 1 / np.array(steps_per_cpu_second)  # seconds for one environment's step
     rises = costs[1:] / np.minimum.accumulate(costs)[:-1]
     worst = int(np.argmax(rises))
     many = np.array(counts) >= 16
@@ -193,7 +201,7 @@ def main() -> None:
     for kind in KINDS:
         line = [p for p in points if p["kind"] == kind and p["workers"] in (0, CORES)]
         numbers = [p["num_envs"] for p in line]
-        fit = growth(numbers, [p["steps_per_second"] for p in line])
+        fit = growth(numbers, [p["steps_per_cpu_second"] for p in line])
         fit["kib_per_environment"] = kib_per_environment(numbers, [p["memory_mib"] for p in line])
         fits[kind] = fit
         verdict = "yes" if fit["rise"] < TOLERANCE else f"no: {fit['rise']:.2f} times the cost at {fit['at']:,}"
@@ -203,13 +211,15 @@ def main() -> None:
         )
     header = ["stepper", "environments", "exponent from 16 on", "no faster than linear", "memory per environment, KiB"]
     page += markdown_table(header, rows) + "\n## All measurements\n\n"
-    page += markdown_table(
-        ["stepper", "environments", "workers", "steps/s", "min - max", "memory, MiB", "of it shared", "peak, MiB",
-         "seconds to build"],
-        [[p["kind"], f"{p['num_envs']:,}", p["workers"] or "", f"{p['steps_per_second']:,.0f}",
-          f"{summary(p['rounds'])['min']:,.0f} - {summary(p['rounds'])['max']:,.0f}", f"{p['memory_mib']:,.0f}",
-          f"{p['shared_mib']:,.1f}", f"{p['peak_mib']:,.0f}", f"{p['seconds_to_build']:.2f}"] for p in points],
-    )  # fmt: skip
+    header = ["stepper", "environments", "workers", "steps/s", "min - max", "steps per CPU second", "memory, MiB",
+              "of it shared", "peak, MiB", "seconds to build"]  # fmt: skip
+    rows = []
+    for p in points:
+        whole = [f"{p[key]:,.0f}" for key in ("steps_per_second", "steps_per_cpu_second", "memory_mib", "peak_mib")]
+        spread = f"{min(p['rounds']):,.0f} - {max(p['rounds']):,.0f}"
+        rows.append([p["kind"], f"{p['num_envs']:,}", p["workers"] or "", whole[0], spread, whole[1], whole[2],
+                     f"{p['shared_mib']:,.1f}", whole[3], f"{p['seconds_to_build']:.2f}"])  # fmt: skip
+    page += markdown_table(header, rows)
     rows_to_compare: list[dict[str, Any]] = []
     for count in dict.fromkeys(p["num_envs"] for p in points):
         together = {p["kind"]: p["rounds"] for p in points if p["num_envs"] == count and p["workers"] in (0, CORES)}
