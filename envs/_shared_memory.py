@@ -185,13 +185,15 @@ class InfoTable:
 
     def __init__(self, cells: np.ndarray, present: np.ndarray, layout: np.ndarray) -> None:
         self.cells, self.present, self.layout = cells, present, layout.data
-        self.types: dict[str, tuple[type, type]] = {}  # key -> types of its cell and of its value
+        self.types: dict[str, tuple[Any, type]] = {}  # key -> types of its cell and of its value
 
     def choose_layout(self, info: dict[str, Any]) -> None:
         """Make `info` decide the layout, if it fits. Only the parent does this."""
-        types: dict[str, Any] = {key: (cell_type(value), type(value)) for key, value in info.items()}
+        types = {key: (cell_type(value), type(value)) for key, value in info.items()}
+        if len(types) > MAX_INFO_KEYS or any(cell is None for cell, _ in types.values()):
+            return
         pickled = pickle.dumps(types)
-        if all(cell for cell, _ in types.values()) and len(types) <= MAX_INFO_KEYS and len(pickled) <= MAX_LAYOUT_BYTES:
+        if len(pickled) <= MAX_LAYOUT_BYTES:
             self.types = types
             self.layout[1 : len(pickled)] = pickled[1:]
             self.layout[:1] = pickled[:1]  # last, so that no worker reads half of it
@@ -215,14 +217,15 @@ class InfoTable:
 
     def read(self, rows: slice) -> dict[str, Any]:
         """Return some environments' infos in Gymnasium's vector format, as if the others had none."""
-        present = np.zeros_like(self.present)
-        present[rows] = self.present[rows]
-        if not present.any():
+        present = self.present.copy()
+        present[: rows.start] = present[rows.stop :] = False
+        count = np.count_nonzero(present)
+        if count == 0:
             return {}
         columns = self.cells[:, : len(self.types)].T.copy()
-        if not present.all():
+        if count < len(present):
             columns[:, ~present] = 0
-        flags = np.repeat(present[None], len(self.types), axis=0)
+        flags = present[None].repeat(len(self.types), axis=0)
         infos: dict[str, Any] = {}
         for (key, (cell, kind)), column, flag in zip(self.types.items(), columns, flags, strict=True):
             infos[key], infos[f"_{key}"] = column.view(cell).astype(kind, copy=False), flag
