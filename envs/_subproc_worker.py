@@ -7,6 +7,7 @@ other than numbers) as pickled messages through a pipe; two semaphores say that 
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import pickle
@@ -208,15 +209,14 @@ class Worker:
 
     def pickle(self, errors: list[EnvError], results: Results) -> bytes:
         """Return the reply as bytes; a result that cannot be pickled is an error of its environment."""
-        try:
+        with contextlib.suppress(Exception):
             return pickle.dumps((errors, results))
-        except Exception:
-            for env_index, result in results:
-                try:
-                    pickle.dumps(result)
-                except Exception:
-                    errors = [*errors, EnvError.current(env_index)]
-            return pickle.dumps((errors, []))
+        for env_index, result in results:
+            try:
+                pickle.dumps(result)
+            except Exception:
+                errors = [*errors, EnvError.current(env_index)]
+        return pickle.dumps((errors, []))
 
     def step(self, requests: Requests | None) -> tuple[list[EnvError], Results]:
         """Step every environment; return errors and the infos to be pickled.

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing import connection, reduction, util
 from typing import Any
 
-from gymnasium import Env
+from gymnasium import Env, logger
 from gymnasium.vector.utils import CloudpickleWrapper, clear_mpi_env_vars
 
 from envs._shared_memory import SharedBatch, map_tree
@@ -195,8 +195,8 @@ class WorkerPool:
             reduction.send_handle(worker.pipe, self.shared.descriptor, worker.process.pid)
         self._receive(worker, "start", self._deadline())
 
-    def restart(self, error: WorkerError) -> Worker:
-        """Replace the worker whose loss `error` reports by a new one with new environments, and return it.
+    def replace(self, error: WorkerError, begin_anew: Callable[[Worker], None]) -> None:
+        """Replace the worker whose loss `error` reports by a new one with new environments, and `begin_anew` with it.
 
         Raises:
             WorkerError: if the worker was lost more than MAX_RESTARTS times without finishing a step in between.
@@ -204,12 +204,13 @@ class WorkerPool:
         worker = error.worker
         assert worker is not None
         while worker.failures <= MAX_RESTARTS:
+            logger.warn("%s\nA new worker takes its place.", error)
             self.failure = None
             try:
                 self._start(worker)
                 self._constructed(worker)
                 self._attach(worker)
-                return worker
+                return begin_anew(worker)
             except WorkerError as next_error:
                 if next_error.worker is None:
                     raise

@@ -65,9 +65,9 @@ class SubprocVecEnv(VectorEnv):
         worker: a custom worker function serves one environment by AsyncVectorEnv's own protocol, so with it you get
             an AsyncVectorEnv, which knows only the keywords that the two have in common.
         observation_mode: "same", "different" or (batched space, single space), as in AsyncVectorEnv.
-        autoreset_mode: what follows the end of an episode. The default, NEXT_STEP, is AsyncVectorEnv's. The PPO
-            scripts use SAME_STEP: the ending step returns the next episode's first observation and keeps what it
-            replaces in `infos["final_obs"]` and `infos["final_info"]`.
+        autoreset_mode: what follows the end of an episode; AsyncVectorEnv's default. The PPO scripts use SAME_STEP:
+            the ending step returns the next episode's first observation and keeps what it replaces in
+            `infos["final_obs"]` and `infos["final_info"]`.
         max_concurrency: an upper limit of `num_workers`.
         step_timeout: seconds after which a worker that has not finished a step (or a reset, call or construction)
             counts as hung; None means never.
@@ -76,8 +76,7 @@ class SubprocVecEnv(VectorEnv):
             `infos["worker_restarted"]` set; other environments lose nothing. New environments know nothing of
             earlier `set_attr`s. A worker lost again and again without finishing a step, 4 times, raises.
         episode_statistics: add "episode": {"r": return, "l": length} to an episode's last info (that is in
-            `final_info` under SAME_STEP), unless the environment did. Not on by default, because AsyncVectorEnv
-            does not do it.
+            `final_info` under SAME_STEP), unless the environment did.
 
     Raises:
         TypeError, ValueError: for arguments or spaces that cannot be served.
@@ -146,8 +145,8 @@ class SubprocVecEnv(VectorEnv):
         try:
             descriptions = self._pool.start()
             self._adopt_spaces([spaces for description in descriptions for spaces in description[0]])
-            self.metadata = {**descriptions[0][1], "autoreset_mode": self.autoreset_mode}
-            self.render_mode = descriptions[0][2]
+            _, metadata, self.render_mode = descriptions[0]
+            self.metadata = {**metadata, "autoreset_mode": self.autoreset_mode}
             self._shared = SharedBatch(
                 self.single_observation_space, self.single_action_space, self.num_envs, self.num_workers
             )
@@ -226,10 +225,8 @@ class SubprocVecEnv(VectorEnv):
             options: what every environment's `reset` gets as options, without the mask.
         """
         self._assert_free("reset_async")
-        if seed is None:
-            seed = [None] * self.num_envs
-        elif isinstance(seed, int | np.integer):
-            seed = [int(seed) + n for n in range(self.num_envs)]
+        if seed is None or isinstance(seed, int | np.integer):
+            seed = [None if seed is None else int(seed) + n for n in range(self.num_envs)]
         if len(seed) != self.num_envs:
             raise ValueError(
                 "If seeds are passed as a list the length must match "
@@ -246,14 +243,13 @@ class SubprocVecEnv(VectorEnv):
         self._begin("reset", self._resets)
 
     def _masked(self, mask: Any) -> list[int]:
-        if not isinstance(mask, np.ndarray):
-            raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
-        if mask.shape != (self.num_envs,):
-            raise ValueError(f"`options['reset_mask']` must have shape `({self.num_envs},)`, got {mask.shape}")
-        if mask.dtype != np.bool_:
-            raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
-        if not mask.any():
-            raise ValueError(f"`options['reset_mask']` must contain at least one True value, got {mask}")
+        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
+            raise TypeError(f"`options['reset_mask']` must be a numpy array with `dtype=np.bool_`, got {mask!r}")
+        if mask.shape != (self.num_envs,) or not mask.any():
+            raise ValueError(
+                f"`options['reset_mask']` must have shape `({self.num_envs},)` and contain at least one True value, "
+                f"got {mask!r}"
+            )
         return np.flatnonzero(mask).tolist()
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
@@ -522,7 +518,7 @@ class SubprocVecEnv(VectorEnv):
                 return results
             except WorkerError as error:
                 if error.worker is not None and begin_anew is not None and self.on_worker_failure == "restart":
-                    self._replace(error, begin_anew)
+                    self._pool.replace(error, begin_anew)
                     continue
                 del self._pending[part_index]
                 if method in ("reset", "step"):
@@ -535,17 +531,6 @@ class SubprocVecEnv(VectorEnv):
                     if error.errors:
                         logger.error("Raising the last exception back to the main process.")
                 raise
-
-    def _replace(self, error: WorkerError, begin_anew: Callable[[Worker], None]) -> None:
-        while True:
-            worker = self._pool.restart(error)
-            logger.warn("%s\nA new worker takes its place.", error)
-            try:
-                return begin_anew(worker)
-            except WorkerError as next_error:
-                if next_error.worker is None:
-                    raise
-                error = next_error
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:
         """Close the environments and end the workers; never wait much longer than `timeout`.
