@@ -9,6 +9,7 @@ their statistics to a checkpoint.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,26 +18,38 @@ from gymnasium.vector import VectorEnv, VectorWrapper
 
 from envs.save_state import get_vector_state, set_vector_state
 
+Gather = Callable[[np.ndarray], list[np.ndarray]]  # an array in each of several processes -> the arrays of all
+
 
 class RunningMeanStd:
-    """Mean and variance of a stream of batches, merged by Chan et al.'s parallel formula (1979)."""
+    """Mean and variance of a stream of batches, merged by Chan et al.'s parallel formula (1979).
 
-    def __init__(self, shape: tuple[int, ...] = ()) -> None:
+    With `gather`, several processes keep one statistic: each absorbs the batches of all, in the same order.
+    """
+
+    def __init__(self, shape: tuple[int, ...] = (), gather: Gather | None = None) -> None:
         self.mean = np.zeros(shape)
         self.var = np.ones(shape)
         self.count = 1e-4  # a breath of the prior (mean 0, variance 1) keeps the first batch well defined
+        self.gather = gather
 
     def update(self, batch: np.ndarray) -> None:
         """Absorb `batch` (batch_size, *shape)."""
         size = batch.shape[0]
-        if size == 0:
+        mean = np.add.reduce(batch, 0) / max(size, 1)
+        centred = batch - mean
+        var = np.add.reduce(centred * centred, 0) / max(size, 1)
+        if self.gather is None:
+            self.merge(mean, var, size)
             return
-        batch_mean = np.add.reduce(batch, 0) / size
-        centred = batch - batch_mean
-        self.merge(batch_mean, np.add.reduce(centred * centred, 0) / size, size)
+        for moments in self.gather(np.concatenate([np.ravel(mean), np.ravel(var), [size]])):
+            mean, var = moments[:-1].reshape(2, *self.mean.shape)
+            self.merge(mean, var, moments[-1])
 
     def merge(self, mean: np.ndarray, var: np.ndarray, count: float) -> None:
         """Absorb another stream of which only mean, variance (each `shape`) and length are known."""
+        if count == 0:
+            return
         total = self.count + count
         delta = mean - self.mean
         self.mean = self.mean + delta * (count / total)
@@ -89,7 +102,14 @@ class NormalizeObservation(_SaveableWrapper):
     it only through the critic's bootstrap, so it must be on the critic's scale.
     """
 
-    def __init__(self, env: VectorEnv, training: bool = True, clip: float = 10.0, epsilon: float = 1e-8) -> None:
+    def __init__(
+        self,
+        env: VectorEnv,
+        training: bool = True,
+        clip: float = 10.0,
+        epsilon: float = 1e-8,
+        gather: Gather | None = None,
+    ) -> None:
         super().__init__(env, training)
         self.clip, self.epsilon = clip, epsilon
         shape = env.single_observation_space.shape
@@ -97,7 +117,7 @@ class NormalizeObservation(_SaveableWrapper):
             raise TypeError(f"NormalizeObservation needs Box observations, not {env.single_observation_space}.")
         self.single_observation_space = spaces.Box(-clip, clip, shape, np.float32)
         self.observation_space = spaces.Box(-clip, clip, (self.num_envs, *shape), np.float32)
-        self.statistics = RunningMeanStd(shape)
+        self.statistics = RunningMeanStd(shape, gather)
 
     def normalize(self, obs: np.ndarray) -> np.ndarray:
         """(..., *shape) -> float32 (..., *shape) with the statistics as they stand."""
@@ -141,12 +161,18 @@ class NormalizeReward(_SaveableWrapper):
     """
 
     def __init__(
-        self, env: VectorEnv, gamma: float, training: bool = True, clip: float = 10.0, epsilon: float = 1e-8
+        self,
+        env: VectorEnv,
+        gamma: float,
+        training: bool = True,
+        clip: float = 10.0,
+        epsilon: float = 1e-8,
+        gather: Gather | None = None,
     ) -> None:
         super().__init__(env, training)
         self.gamma, self.clip, self.epsilon = gamma, clip, epsilon
         self.returns = np.zeros(self.num_envs)
-        self.statistics = RunningMeanStd()
+        self.statistics = RunningMeanStd(gather=gather)
 
     def step(self, actions):
         obs, rewards, terminations, truncations, infos = self.env.step(actions)
