@@ -42,10 +42,13 @@ import matplotlib.figure
 import numpy as np
 import PIL.Image
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import tyro
 from gymnasium.vector import AutoresetMode, VectorEnv
 from tensorboard.compat.proto.summary_pb2 import Summary
+from torch.distributed.elastic.multiprocessing.errors import record as report_errors
+from torch.optim.adam import adam
 from torch.utils.tensorboard import SummaryWriter
 
 from envs.mario import MarioBackendError, MarioEnv, available_backends
@@ -53,7 +56,7 @@ from envs.nes_core import INSTALL, resolve_backend
 from envs.subproc_vec_env import SubprocVecEnv
 
 SCRIPT = Path(__file__).stem
-FORMAT = "ppo_atari_mario/1"  # what a checkpoint holds; a copy of the script keeps it
+FORMAT = "ppo_atari_mario/2"  # what a checkpoint holds; a copy of the script keeps it
 
 
 # ==========================================================================================================
@@ -94,6 +97,8 @@ class Args:
     """log to Weights & Biases too (pip install wandb)"""
     capture_video: bool = True
     """put evaluation episodes side by side, as a GIF, into TensorBoard's Images tab and videos/"""
+    hints: bool = True
+    """say at each evaluation what looks wrong, if anything does"""
     video_episodes: int = 3
     """how many of them"""
     video_fps: float = 16
@@ -195,7 +200,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 # What a resumed run may change; any other difference would make it another run.
 RESUMABLE = {"total_timesteps", "logdir", "resume", "device", "torch_threads", "num_workers", "eval_every",
              "eval_episodes", "save_every", "keep_checkpoints", "track", "capture_video", "video_episodes",
-             "video_fps", "explain"}  # fmt: skip
+             "video_fps", "hints", "explain"}  # fmt: skip
 
 
 class UsageError(ValueError):
@@ -237,6 +242,12 @@ def check_ranges(args: Args) -> None:
         raise UsageError("--track needs Weights & Biases: pip install wandb.")
     if args.resume and args.logdir is None:
         raise UsageError("--resume needs --logdir, the folder of the run to continue.")
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if args.num_envs % ranks or args.minibatch_size % ranks:
+        raise UsageError(
+            f"--num-envs {args.num_envs} and minibatches of {args.minibatch_size} cannot be split evenly over {ranks} "
+            "processes."
+        )
     if args.device != "cpu" and not (args.device.startswith("cuda") and torch.cuda.is_available()):
         raise UsageError(
             f"--device {args.device} is not available here; use cpu" + ", cuda." * torch.cuda.is_available()
@@ -311,14 +322,16 @@ class Agent(nn.Module):
         return (self.actor_logits(self.features(self.actor_cnn, obs)) + noise).argmax(-1)
 
     def get_action_and_value(
-        self, obs: torch.Tensor, action: torch.Tensor | None = None
+        self, obs: torch.Tensor, action: torch.Tensor | None = None, noise: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(batch, channels, height, width) -> action, log pi(a|s), entropy, V(s), each (batch,)."""
+        """(batch, channels, height, width) -> action, log pi(a|s), entropy, V(s), each (batch,). Without an action, one
+        is sampled, from Gumbel `noise` (batch, actions) if given."""
         features = self.features(self.actor_cnn, obs)
         critic_features = features if self.critic_cnn is self.actor_cnn else self.features(self.critic_cnn, obs)
         log_probs = self.actor_logits(features).log_softmax(-1)
         if action is None:
-            action = (log_probs + gumbel_noise(log_probs)).argmax(-1)
+            noise = gumbel_noise(log_probs.shape, log_probs.device) if noise is None else noise
+            action = (log_probs + noise).argmax(-1)
         log_prob = log_probs.gather(-1, action[:, None]).squeeze(-1)
         entropy = -(log_probs.exp() * log_probs).sum(-1)
         return action, log_prob, entropy, self.critic_value(critic_features).squeeze(-1)
@@ -328,9 +341,9 @@ class Agent(nn.Module):
         return [[*self.parameters()]]
 
 
-def gumbel_noise(like: torch.Tensor, generator: torch.Generator | None = None) -> torch.Tensor:
-    """-log(E), E ~ Exp(1): added to logits it makes their argmax a sample of softmax(logits) (Gumbel 1954)."""
-    return -torch.empty_like(like).exponential_(generator=generator).log()
+def gumbel_noise(shape: tuple[int, ...], device: Any, generator: torch.Generator | None = None) -> torch.Tensor:
+    """Samples of the standard Gumbel distribution, -log(E) for E exponential."""
+    return torch.empty(shape, device=device).exponential_(generator=generator).log_().neg_()
 
 
 # ==========================================================================================================
@@ -434,8 +447,8 @@ def ppo_gradients(agent: Agent, minibatch: Any, args: Args) -> tuple[list[torch.
     return flat, torch.stack([metrics[name] for name in LOSS_METRICS])
 
 
-def flatten_parameters(network: list[nn.Parameter]) -> nn.Parameter:
-    """Move parameters into one vector and make them views of it.
+def flatten_parameters(network: list[nn.Parameter]) -> torch.Tensor:
+    """Move parameters into one vector, which is returned, and make them views of it.
 
     Clipping and Adam then handle one long tensor instead of a dozen short ones, which halves the cost of a step of
     networks as small as these.
@@ -443,7 +456,29 @@ def flatten_parameters(network: list[nn.Parameter]) -> nn.Parameter:
     flat = torch.cat([p.detach().reshape(-1) for p in network])
     for p, part in zip(network, flat.split([p.numel() for p in network]), strict=True):
         p.data = part.view_as(p)
-    return nn.Parameter(flat)
+    return flat
+
+
+def adam_step(
+    networks: list[torch.Tensor], gradients: list[torch.Tensor], moments: Any, learning_rates: Any, args: Args
+) -> torch.Tensor:
+    """Clip each network's gradient to `args.max_grad_norm` and take a step of Adam (Kingma and Ba 2015), in place.
+
+    `moments` holds, for each network, the running means of gradient and squared gradient, and the number of steps. This
+    is torch's Adam in the functional form that the compiler sees through; its class costs 90 us of Python a step.
+    A gradient that is not finite changes no weight. Returns the norm of all gradients before clipping, (1,).
+    """
+    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+    for network, gradient, norm, (mean, square, step), rate in zip(
+        networks, gradients, norms, moments, learning_rates, strict=True
+    ):
+        finite = torch.isfinite(norm)
+        if args.max_grad_norm is not None:  # detail 11
+            gradient = gradient * (args.max_grad_norm / norm).clamp(max=1.0)
+        adam([network], [torch.where(finite, gradient, 0.0)], [mean], [square], [], [step],
+             lr=torch.where(finite, rate, 0.0), beta1=0.9, beta2=0.999, eps=1e-5, weight_decay=0.0, amsgrad=False,
+             maximize=False, fused=not torch.compiler.is_compiling())  # fmt: skip  # detail 3
+    return torch.linalg.vector_norm(torch.stack(norms))[None]
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
@@ -516,7 +551,7 @@ def evaluate(
     while running.any():
         noise = torch.zeros((num_envs, int(vec_env.single_action_space.n)), device=device)
         if not deterministic:
-            noise = gumbel_noise(noise, generator)
+            noise = gumbel_noise(noise.shape, device, generator)
         action = agent.get_action(torch.as_tensor(obs, device=device), noise)
         obs, rewards, terminated, truncated, infos = vec_env.step(action.cpu().numpy())
         returns += rewards * running
@@ -662,20 +697,25 @@ class Logger:
     """Scalars of a run to CSV files and TensorBoard, and a live line to the terminal.
 
     Resumed at `step`, it drops what was logged after the checkpoint: the files look as if nothing had happened. A disk
-    that refuses costs a few rows, with a warning, and not the run.
+    that refuses costs a few rows, with a warning, and not the run. A silent logger writes nothing.
     """
 
-    def __init__(self, logdir: Path, step: int = 0) -> None:
-        self.logdir = logdir
+    def __init__(self, logdir: Path, step: int = 0, silent: bool = False) -> None:
+        self.logdir, self.silent = logdir, silent
+        self.writer: SummaryWriter | None = None
+        if silent:
+            return
         for path in logdir.glob("*.csv"):
             header, *rows = path.read_text().splitlines(keepends=True)
             kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= step]
             path.write_text("".join([header, *kept]) if kept else "")
-        self.writer: SummaryWriter | None = SummaryWriter(str(logdir), purge_step=step + 1)
+        self.writer = SummaryWriter(str(logdir), purge_step=step + 1)
         self.last_line = -math.inf
 
     def write(self, file: str, step: int, metrics: dict[str, float]) -> None:
         """Add a row to `file` and a TensorBoard point for each metric (not for nan: nothing was measured)."""
+        if self.silent:
+            return
         path = self.logdir / file
         size = path.stat().st_size if path.exists() else 0
         try:
@@ -696,6 +736,8 @@ class Logger:
 
     def line(self, text: str, final: bool = False) -> None:
         """Redraw the live line on a terminal; elsewhere print one every ten seconds."""
+        if self.silent:
+            return
         if sys.stdout.isatty():
             print(f"\r\033[K{text}", end="\n" if final else "", flush=True)
         elif final or time.monotonic() > self.last_line + 10:
@@ -790,9 +832,76 @@ class Interrupt:
             signal.signal(signum, handler)
 
 
-def check_finite(logdir: Path, actions: torch.Tensor, **rollout: torch.Tensor) -> None:
+class Ranks:
+    """The processes that torchrun started, each with its share of the environments; without it, this one alone.
+
+    Everything but stepping environments, inference and gradients is done by all ranks alike, on the whole rollout and
+    with equal random numbers: n ranks learn what one with all environments would. All must make the same calls.
+    """
+
+    def __init__(self, args: Args) -> None:
+        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.device = torch.device(args.device)
+        if self.size > 1:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+            if args.device == "cuda":
+                self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+    def share(self, args: Args) -> Args:
+        """`args` with the number of environments and workers of this rank."""
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        workers = args.num_workers or max(1, len(os.sched_getaffinity(0)) // local_ranks)
+        return args if self.size == 1 else replace(args, num_envs=args.num_envs // self.size, num_workers=workers)
+
+    def gather(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """The ranks' tensors, equal in shape, joined along `dim`, which counts environments."""
+        if self.size == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, dim)
+
+    def gather_arrays(self, x: np.ndarray) -> list[np.ndarray]:
+        """The array of each rank."""
+        return list(self.gather(torch.from_numpy(x)[None], 0).numpy())
+
+    def gather_objects(self, x: Any) -> list[Any]:
+        """The object of each rank, pickled on its way."""
+        if self.size == 1:
+            return [x]
+        objects = [None] * self.size
+        dist.all_gather_object(objects, x)
+        return objects
+
+    def run_once(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The result of `function` on rank 0, in all ranks; its UsageError too."""
+        result = None
+        if self.rank == 0:
+            try:
+                result = function(*args)
+            except UsageError as error:
+                result = error
+        result = self.gather_objects(result)[0]
+        if isinstance(result, UsageError):
+            raise result
+        return result
+
+    def average(self, tensors: list[torch.Tensor]) -> None:
+        """Replace tensors by their means over the ranks, in one message."""
+        if self.size > 1:
+            flat = torch.cat([x.reshape(-1) for x in tensors])
+            dist.all_reduce(flat)
+            for x, mean in zip(tensors, (flat / self.size).split([x.numel() for x in tensors]), strict=True):
+                x.copy_(mean.view_as(x))
+
+    def close(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+def check_finite(logdir: Path, first_env: int, actions: torch.Tensor, **rollout: torch.Tensor) -> None:
     """Raise FloatingPointError, naming environment, step and last action, if a number of the rollout's tensors,
-    each (num_steps, num_envs, ...), is not finite; the rollout goes to postmortem.npz."""
+    each (num_steps, num_envs, ...) from environment `first_env` on, is not finite; it goes to postmortem.npz."""
     for name, tensor in rollout.items():
         bad = (~torch.isfinite(tensor)).flatten(2).any(-1) if tensor.ndim > 2 else ~torch.isfinite(tensor)
         if bad.any():
@@ -801,9 +910,41 @@ def check_finite(logdir: Path, actions: torch.Tensor, **rollout: torch.Tensor) -
             np.savez(logdir / "postmortem.npz", actions=actions.cpu(), **arrays)
             last_action = actions[max(t - 1, 0) if name == "obs" else t, n].tolist()
             raise FloatingPointError(
-                f"{name} of environment {n} is not finite at step {t} of the rollout, after action {last_action}; "
-                f"the weights were not touched, the rollout is in {logdir / 'postmortem.npz'}."
+                f"{name} of environment {first_env + n} is not finite at step {t} of the rollout, after action "
+                f"{last_action}; the weights were not touched, the rollout is in {logdir / 'postmortem.npz'}."
             )
+
+
+def check_gradients(logdir: Path, norms: torch.Tensor, minibatches: list[torch.Tensor]) -> None:
+    """Raise FloatingPointError if a gradient's norm, (n,), is not finite; its minibatch, of those in tensors (n, ...),
+    goes to postmortem.npz."""
+    bad = (~torch.isfinite(norms)).nonzero().flatten().tolist()
+    if bad:
+        np.savez(logdir / "postmortem.npz", *[x[bad[0]].cpu() for x in minibatches])
+        raise FloatingPointError(
+            f"A gradient is not finite; it changed no weight, its minibatch is in {logdir / 'postmortem.npz'}, and "
+            "latest.pt is from before. A smaller --learning-rate may help."
+        )
+
+
+def hint(record: dict[str, float], progress: float, lowest_entropy: float) -> str | None:
+    """What looks wrong in an update's metrics, in one sentence, or None; docs/metrics.md explains the bounds."""
+    kl, clip_fraction = record["train/approx_kl"], record["train/clip_fraction"]
+    entropy, explained = record["train/entropy"], record["train/explained_variance"]
+    if record["rollout/resets"] == 0:
+        return "no episode has ended yet, so there is no return to judge by: wait, or shorten the episodes."
+    if record["train/advantage_std"] < 1e-4:
+        return f"advantages differ by {record['train/advantage_std']:.0e} only: rewards are too rare or too small."
+    if kl > 0.1 or clip_fraction > 0.5:
+        return (
+            f"the policy moves too far in an update (KL {kl:.2f}, {clip_fraction:.0%} clipped): lower --learning-rate "
+            "or --update-epochs, or set --target-kl 0.03."
+        )
+    if entropy < lowest_entropy and progress < 0.5:
+        return f"the entropy has fallen to {entropy:.2f} early in the run, so little is explored: raise --ent-coef."
+    if explained < 0.05 and progress > 0.1:
+        return f"the critic explains {max(explained, 0):.0%} of the returns: see docs/metrics.md, 'Symptoms'."
+    return None
 
 
 def describe(args: Args, logdir: Path, agent: nn.Module, rollout: list[torch.Tensor]) -> str:
@@ -827,6 +968,9 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None]:
     for name, saved in (checkpoint or {"args": {}})["args"].items():
         if name not in RESUMABLE and getattr(args, name, None) != saved:
             raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name, None)}.")
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if checkpoint is not None and len(checkpoint["ranks"]) != ranks:
+        raise UsageError(f"{logdir} is a run of {len(checkpoint['ranks'])} processes and cannot go on with {ranks}.")
     try:
         logdir.mkdir(parents=True, exist_ok=True)
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
@@ -860,17 +1004,20 @@ def train(args: Args) -> dict[str, Any]:
     if "fceumm" not in available_backends():
         print(f"FCEUmm would emulate about five times as fast: {INSTALL['fceumm']}; then add --backend fceumm.")
 
-    logdir, checkpoint = open_run(args)
-    vec_env, interrupt = make_envs(args), Interrupt()
+    ranks = Ranks(args)
+    logdir, checkpoint = ranks.run_once(open_run, args)
+    vec_env, interrupt = make_envs(ranks.share(args)), Interrupt()
     try:
-        return learn(args, logdir, checkpoint, vec_env, interrupt)
+        with contextlib.redirect_stdout(sys.stdout if ranks.rank == 0 else None):  # rank 0 speaks for all
+            return learn(args, ranks, logdir, checkpoint, vec_env, interrupt)
     finally:
         interrupt.restore()
         vec_env.close()
+        ranks.close()
 
 
 def learn(
-    args: Args, logdir: Path, checkpoint: dict[str, Any] | None, vec_env: Any, interrupt: Interrupt
+    args: Args, ranks: Ranks, logdir: Path, checkpoint: dict[str, Any] | None, vec_env: Any, interrupt: Interrupt
 ) -> dict[str, Any]:
     """The loop of `train`: collect, bootstrap, advantages, update, log, evaluate, save."""
     random.seed(args.seed)
@@ -879,20 +1026,44 @@ def learn(
     torch.set_num_threads(args.torch_threads)
     keep_freed_memory()
     torch.use_deterministic_algorithms(args.torch_deterministic)
-    device = torch.device(args.device)
-    num_steps, num_envs = args.num_steps, args.num_envs
+    device, num_steps, num_envs = ranks.device, args.num_steps, vec_env.num_envs
+    first_env = ranks.rank * num_envs  # this rank steps environments first_env to first_env + num_envs - 1
 
     assert vec_env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP  # so that final_obs below exists
+    num_actions = int(vec_env.single_action_space.n)
     agent = Agent(vec_env, args).to(device)
     networks = [flatten_parameters(network) for network in agent.networks(args)]
-    optimizer = torch.optim.Adam(networks, lr=args.learning_rate, eps=1e-5, fused=True)  # detail 3
-    gradients_of = ppo_gradients
+    moments = [(torch.zeros_like(n), torch.zeros_like(n), torch.zeros((), device=device)) for n in networks]
+    rates = [torch.tensor(args.learning_rate, device=device)]  # as annealed
+    gradients_of, step = ppo_gradients, adam_step
+    # Ranks normalise a minibatch's advantages before each takes its part of it.
+    split_minibatches = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
+    loss_args = replace(args, norm_adv=False) if split_minibatches else args
+
+    per_call = math.gcd(4, args.num_minibatches)  # four steps in one compiled call save a third of its time
+
+    def learn_from(minibatches: list[torch.Tensor]) -> list[torch.Tensor]:
+        """A step on each minibatch of tensors (n, minibatch size, ...) in turn, until one exceeds --target-kl."""
+        metrics_of_steps = []
+        for minibatch in zip(*minibatches, strict=True):
+            gradients, metrics = gradients_of(agent, minibatch, loss_args)
+            ranks.average([*gradients, metrics])
+            if args.target_kl is not None and float(metrics[APPROX_KL]) > args.target_kl:
+                break
+            grad_norm = step(networks, gradients, moments, rates, args)
+            metrics_of_steps.append(torch.cat([metrics, grad_norm]))
+        return metrics_of_steps
+
     if args.compile and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         print("No C++ compiler was found, so --compile is off.")
     elif args.compile:
         torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
         options: dict[str, Any] = {"cpp_wrapper": device.type == "cpu"}
-        gradients_of = torch.compile(ppo_gradients, fullgraph=True, dynamic=False, options=options)
+        compiled: Any = partial(torch.compile, fullgraph=True, dynamic=False, options=options)
+        if args.target_kl is None and ranks.size == 1:
+            learn_from = compiled(learn_from)
+        else:  # what lies between gradient and step cannot be compiled
+            gradients_of, step = compiled(ppo_gradients), compiled(adam_step)
 
     # The rollout, time-major: row t holds what happened at step t in each environment. Pictures stay bytes.
     obs_shape = (num_steps, num_envs, *vec_env.single_observation_space.shape)
@@ -907,37 +1078,42 @@ def learn(
 
     counters = Counters()
     episode_returns, episode_lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)  # under way
-    env_obs, _ = vec_env.reset(seed=args.seed)
+    env_obs, _ = vec_env.reset(seed=args.seed + first_env)
     if checkpoint is not None:
         counters = Counters(**checkpoint["counters"])
         agent.load_state_dict(checkpoint["agent"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        vec_env.set_state(to_arrays(checkpoint["envs"]))
-        env_obs, episode_returns, episode_lengths = to_arrays(checkpoint["episodes"])
-        set_random_states(checkpoint["random"])
+        moments = checkpoint["optimizer"]
+        own = checkpoint["ranks"][ranks.rank]
+        vec_env.set_state(to_arrays(own["envs"]))
+        env_obs, episode_returns, episode_lengths = to_arrays(own["episodes"])
+        set_random_states(own["random"])
         print(f"continuing after step {counters.global_step:,}", flush=True)
     next_obs = torch.as_tensor(env_obs, device=device)
 
-    def state() -> dict[str, Any]:
-        """All that the rest of the run depends on."""
-        return {"format": FORMAT, "args": asdict(args), "counters": asdict(counters), "random": random_states(),
-                "agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "envs": vec_env.get_state(),
-                "episodes": [env_obs, episode_returns, episode_lengths]}  # fmt: skip
+    def save(name: str) -> None:
+        """Write all that the rest of the run depends on."""
+        own = {"random": random_states(), "envs": vec_env.get_state(),
+               "episodes": [env_obs, episode_returns, episode_lengths]}  # fmt: skip
+        state = {"format": FORMAT, "args": asdict(args), "counters": asdict(counters), "agent": agent.state_dict(),
+                 "optimizer": moments, "ranks": ranks.gather_objects(own)}  # fmt: skip
+        if ranks.rank == 0:
+            save_checkpoint(logdir / name, state)
 
-    if args.track:
+    if args.track and ranks.rank == 0:
         import wandb
 
         wandb.init(project=SCRIPT, name=logdir.name, config=asdict(args), sync_tensorboard=True)
-    logger = Logger(logdir, counters.global_step)
+    logger = Logger(logdir, counters.global_step, silent=ranks.rank > 0)
     if checkpoint is None:
-        save_checkpoint(logdir / "latest.pt", state())  # from here on a killed run can be resumed
+        save("latest.pt")  # from here on a killed run can be resumed
     evaluation: dict[str, Any] = {}
-    while counters.update < args.num_updates and interrupt.signum is None:
+    signum = interrupt.signum
+    while counters.update < args.num_updates and signum is None:
         started = time.perf_counter()
         counters.update += 1
-        progress = (counters.update - 1) / args.num_updates if args.anneal_lr else 0.0  # detail 4
-        for group in optimizer.param_groups:
-            group["lr"] = args.learning_rate * (1 - progress)
+        progress = (counters.update - 1) / args.num_updates
+        if args.anneal_lr:  # detail 4
+            rates[0].fill_(args.learning_rate * (1 - progress))
 
         # --- collect ----------------------------------------------------------------------------------
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
@@ -946,7 +1122,8 @@ def learn(
         for t in range(num_steps):
             obs[t] = next_obs
             with torch.no_grad():
-                actions[t], log_probs[t], _, values[t] = agent.get_action_and_value(next_obs)
+                noise = gumbel_noise((args.num_envs, num_actions), device)[first_env : first_env + num_envs]
+                actions[t], log_probs[t], _, values[t] = agent.get_action_and_value(next_obs, noise=noise)
             env_actions = actions[t].cpu().numpy()
             before_step = time.perf_counter()
             env_obs, reward, terminated, truncated, infos = vec_env.step(env_actions)
@@ -962,7 +1139,7 @@ def learn(
                 episode_returns[n] = episode_lengths[n] = 0
                 if not terminated[n]:
                     cuts.append((t, int(n), infos["final_obs"][n]))
-        check_finite(logdir, actions, rewards=rewards, values=values)
+        check_finite(logdir, first_env, actions, rewards=rewards, values=values)
         collected = time.perf_counter()
 
         # --- bootstrap --------------------------------------------------------------------------------
@@ -978,58 +1155,53 @@ def learn(
         advantages, returns = compute_gae(
             rewards, values, next_values, terminations, truncations, args.gamma, args.gae_lambda
         )
+        b_obs, b_actions, b_log_probs, b_values, b_advantages, b_returns = map(
+            ranks.gather, (obs, actions, log_probs, values, advantages, returns)
+        )
+        advantage_std = float(b_advantages.std())
         if args.norm_adv and args.norm_adv_scope != "minibatch":
-            advantages = normalize_advantages(advantages, per_env=args.norm_adv_scope == "per_env")
+            b_advantages = normalize_advantages(b_advantages, per_env=args.norm_adv_scope == "per_env")
 
         # --- update -----------------------------------------------------------------------------------
-        batch = [x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)]
-        metric_sums, grad_norm_sum = torch.zeros(len(LOSS_METRICS), device=device), 0.0
-        num_minibatch_updates, kl_exceeded = 0, False
+        batch = [x.flatten(0, 1) for x in (b_obs, b_actions, b_log_probs, b_values, b_advantages, b_returns)]
+        metrics_of_steps: list[torch.Tensor] = []  # of each optimiser step: LOSS_METRICS and the gradient's norm
         for _ in range(args.update_epochs):
             order = torch.randperm(args.batch_size, device=device)  # detail 6: each transition once an epoch
-            for minibatch in zip(*(x[order].split(args.minibatch_size) for x in batch), strict=True):
-                gradients, metrics = gradients_of(agent, minibatch, args)
-                kl_exceeded = args.target_kl is not None and float(metrics[APPROX_KL]) > args.target_kl
-                if kl_exceeded:
+            minibatches = [x[order].unflatten(0, (args.num_minibatches, -1)) for x in batch]
+            if split_minibatches:
+                *others, mb_advantages, mb_returns = minibatches
+                mb_advantages = normalize_advantages(mb_advantages.T, per_env=True).T  # a column a minibatch
+                minibatches = [x[:, ranks.rank :: ranks.size] for x in (*others, mb_advantages, mb_returns)]
+            taken: list[torch.Tensor] = []
+            for i in range(0, args.num_minibatches, per_call):
+                taken += learn_from([x[i : i + per_call] for x in minibatches])
+                if len(taken) < i + per_call:  # --target-kl was exceeded
                     break
-                norms = [float(torch.linalg.vector_norm(gradient)) for gradient in gradients]
-                grad_norm = math.hypot(*norms)
-                if not math.isfinite(grad_norm):
-                    np.savez(logdir / "postmortem.npz", *[x.cpu() for x in minibatch])
-                    raise FloatingPointError(
-                        f"The gradient of update {counters.update} is not finite; the weights were not touched, the "
-                        f"minibatch is in {logdir / 'postmortem.npz'}. A smaller --learning-rate may help."
-                    )
-                for network, gradient, norm in zip(networks, gradients, norms, strict=True):
-                    if args.max_grad_norm is not None and norm > args.max_grad_norm:  # detail 11
-                        gradient *= args.max_grad_norm / norm
-                    network.grad = gradient
-                optimizer.step()
-                metric_sums += metrics
-                grad_norm_sum += grad_norm
-                num_minibatch_updates += 1
-            if kl_exceeded:
+            metrics_of_steps += taken
+            check_gradients(logdir, torch.stack(taken)[:, -1], minibatches)
+            if len(taken) < args.num_minibatches:
                 break
-        counters.minibatch_updates += num_minibatch_updates
+        counters.minibatch_updates += len(metrics_of_steps)
         counters.global_step += args.batch_size
+        ended = [episode for episodes in ranks.gather_objects(ended) for episode in episodes]
         counters.episodes += len(ended)
         seconds = time.perf_counter() - started
         counters.seconds += seconds
 
         # --- log --------------------------------------------------------------------------------------
-        means = (metric_sums / max(num_minibatch_updates, 1)).tolist()
+        means = torch.stack(metrics_of_steps).mean(0).tolist()
         episodic = np.mean(ended, axis=0) if ended else np.full(3, math.nan)
         record = {
-            **{f"train/{name}": value for name, value in zip(LOSS_METRICS, means, strict=True)},
-            "train/explained_variance": explained_variance(values, returns),
-            "train/value_abs_error": float((values - returns).abs().mean()),
-            "train/grad_norm": grad_norm_sum / max(num_minibatch_updates, 1),
-            "train/learning_rate": optimizer.param_groups[0]["lr"],
-            "train/update_epochs_done": num_minibatch_updates / args.num_minibatches,
+            **{f"train/{name}": value for name, value in zip([*LOSS_METRICS, "grad_norm"], means, strict=True)},
+            "train/explained_variance": explained_variance(b_values, b_returns),
+            "train/value_abs_error": float((b_values - b_returns).abs().mean()),
+            "train/advantage_std": advantage_std,
+            "train/learning_rate": float(rates[0]),
+            "train/update_epochs_done": len(metrics_of_steps) / args.num_minibatches,
             "rollout/episodic_return": float(episodic[0]),
             "rollout/episodic_length": float(episodic[1]),
             "rollout/success_rate": float(episodic[2]),
-            "rollout/mean_reward": float(rewards.mean()),
+            "rollout/mean_reward": float(ranks.gather(rewards).mean()),
             "rollout/resets": counters.episodes,
             "counters/train_steps": counters.update * num_steps,
             "counters/rollouts": counters.update,
@@ -1052,30 +1224,40 @@ def learn(
         # --- evaluate ---------------------------------------------------------------------------------
         last = counters.update == args.num_updates
         if last or crossed(counters.global_step, args.batch_size, args.eval_every):
-            evaluation = evaluate(agent, args, render_mode="rgb_array" if args.capture_video else None)
-            sampled = evaluate(agent, args, deterministic=False)
+            # Rank 0 plays, the others wait for its results.
+            evaluation, sampled = {}, {}
+            if ranks.rank == 0:
+                evaluation = evaluate(agent, args, render_mode="rgb_array" if args.capture_video else None)
+                sampled = evaluate(agent, args, deterministic=False)
+            evaluation, sampled = ranks.gather_objects((evaluation, sampled))[0]
             names = ("success_rate", "mean_return", "std_return", "mean_length")
             scores = {f"eval/{name}": evaluation[name] for name in names}
             scores |= {f"eval_sampled/{name}": sampled[name] for name in names}
             logger.write("eval.csv", counters.global_step, scores)
-            if args.capture_video:
+            if args.capture_video and ranks.rank == 0:
                 small = [frame[::2, ::2] for frame in evaluation["frames"]]
                 log_video(logger, small, args.video_fps, counters.global_step)
             score = (evaluation["success_rate"], evaluation["mean_return"])
             if score > (counters.best_success_rate, counters.best_return):
                 counters.best_success_rate, counters.best_return = score
-                save_checkpoint(logdir / "best.pt", state())
+                save("best.pt")
+            advice = hint(record, progress, 0.05 * math.log(num_actions)) if args.hints else None
+            if advice:
+                logger.line(f"hint: {advice}", final=True)
 
         # --- save -------------------------------------------------------------------------------------
-        if last or interrupt.signum or crossed(counters.global_step, args.batch_size, args.save_every):
-            save_checkpoint(logdir / "latest.pt", state())
-            if args.keep_checkpoints:
+        signum = next((number for number in ranks.gather_objects(interrupt.signum) if number), None)
+        if last or signum or crossed(counters.global_step, args.batch_size, args.save_every):
+            save("latest.pt")
+            if args.keep_checkpoints and ranks.rank == 0:
                 shutil.copyfile(logdir / "latest.pt", logdir / f"step_{counters.global_step}.pt")
 
     if logger.writer is not None:
         logger.writer.close()
+    if ranks.rank > 0:
+        return {"logdir": str(logdir), "signal": signum, **asdict(counters)}
     plot_curves(logdir)
-    if interrupt.signum:
+    if signum:
         outcome = "stopped; continue with --resume --logdir"
     else:
         update_leaderboard(logdir, args, counters.best_return, counters.global_step)
@@ -1083,7 +1265,7 @@ def learn(
         outcome = (f"flag in {evaluation['success_rate']:.0%} of {args.eval_episodes} evaluation episodes, best "
                    f"{counters.best_success_rate:.0%}; run folder")  # fmt: skip
     logger.line(f"{counters.global_step:,} steps in {counters.seconds:.0f} s, {outcome} {logdir}", final=True)
-    return {"logdir": str(logdir), "signal": interrupt.signum, **asdict(counters),
+    return {"logdir": str(logdir), "signal": signum, **asdict(counters),
             "success_rate": evaluation.get("success_rate", math.nan),
             "mean_return": evaluation.get("mean_return", math.nan)}  # fmt: skip
 
@@ -1196,9 +1378,10 @@ def main(argv: list[str]) -> int:
         signum = train(args)["signal"]
         return 128 + signum if signum else 0
     except (UsageError, FloatingPointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        if isinstance(error, FloatingPointError) or os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(report_errors(main)(sys.argv[1:]))

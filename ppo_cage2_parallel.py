@@ -45,10 +45,13 @@ import matplotlib.figure
 import numpy as np
 import PIL.Image
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import tyro
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
+from torch.distributed.elastic.multiprocessing.errors import record as report_errors
+from torch.optim.adam import adam
 from torch.utils.tensorboard import SummaryWriter
 
 from envs.cage2 import ACTION_NAMES, DECOYS, EXPLOITS, HOSTS, Cage2Env, Cage2VecEnv
@@ -57,7 +60,7 @@ from envs.cage2.workflow import ORDERS, RANKS, UNIT_TYPES, WorkflowEnv, fix_metr
 from envs.subproc_vec_env import SubprocVecEnv
 
 SCRIPT = Path(__file__).stem
-FORMAT = "ppo_cage2_parallel/1"  # what a checkpoint holds; a copy of the script keeps it
+FORMAT = "ppo_cage2_parallel/2"  # what a checkpoint holds; a copy of the script keeps it
 
 
 # ==========================================================================================================
@@ -94,6 +97,8 @@ class Args:
     """log to Weights & Biases too (pip install wandb)"""
     capture_video: bool = False
     """write a GIF of an episode at each evaluation to videos/"""
+    hints: bool = True
+    """say at each evaluation what looks wrong, if anything does"""
     explain: bool = False
     """print the derived sizes and an estimate of the time, and stop"""
 
@@ -202,7 +207,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 # What a resumed run may change; any other difference would make it another run.
 RESUMABLE = {"total_timesteps", "logdir", "resume", "device", "torch_threads", "num_workers", "eval_every",
-             "eval_episodes", "save_every", "track", "capture_video", "explain"}  # fmt: skip
+             "eval_episodes", "save_every", "track", "capture_video", "hints", "explain"}  # fmt: skip
 
 
 class UsageError(ValueError):
@@ -239,6 +244,12 @@ def check_ranges(args: Args) -> None:
         raise UsageError("--track needs Weights & Biases: pip install wandb.")
     if args.resume and args.logdir is None:
         raise UsageError("--resume needs --logdir, the folder of the run to continue.")
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if args.num_envs % ranks or args.minibatch_size % ranks:
+        raise UsageError(
+            f"--num-envs {args.num_envs} and minibatches of {args.minibatch_size} cannot be split evenly over {ranks} "
+            "processes."
+        )
     if args.device != "cpu" and not (args.device.startswith("cuda") and torch.cuda.is_available()):
         raise UsageError(
             f"--device {args.device} is not available here; use cpu" + ", cuda." * torch.cuda.is_available()
@@ -436,8 +447,8 @@ def ppo_gradients(agent: Agent, minibatch: Any, args: Args) -> tuple[list[torch.
     return flat, torch.stack([metrics[name] for name in LOSS_METRICS])
 
 
-def flatten_parameters(network: list[nn.Parameter]) -> nn.Parameter:
-    """Move parameters into one vector and make them views of it.
+def flatten_parameters(network: list[nn.Parameter]) -> torch.Tensor:
+    """Move parameters into one vector, which is returned, and make them views of it.
 
     Clipping and Adam then handle one long tensor instead of a dozen short ones, which halves the cost of a step of
     networks as small as these.
@@ -445,7 +456,29 @@ def flatten_parameters(network: list[nn.Parameter]) -> nn.Parameter:
     flat = torch.cat([p.detach().reshape(-1) for p in network])
     for p, part in zip(network, flat.split([p.numel() for p in network]), strict=True):
         p.data = part.view_as(p)
-    return nn.Parameter(flat)
+    return flat
+
+
+def adam_step(
+    networks: list[torch.Tensor], gradients: list[torch.Tensor], moments: Any, learning_rates: Any, args: Args
+) -> torch.Tensor:
+    """Clip each network's gradient to `args.max_grad_norm` and take a step of Adam (Kingma and Ba 2015), in place.
+
+    `moments` holds, for each network, the running means of gradient and squared gradient, and the number of steps. This
+    is torch's Adam in the functional form that the compiler sees through; its class costs 90 us of Python a step.
+    A gradient that is not finite changes no weight. Returns the norm of all gradients before clipping, (1,).
+    """
+    norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
+    for network, gradient, norm, (mean, square, step), rate in zip(
+        networks, gradients, norms, moments, learning_rates, strict=True
+    ):
+        finite = torch.isfinite(norm)
+        if args.max_grad_norm is not None:  # detail 11
+            gradient = gradient * (args.max_grad_norm / norm).clamp(max=1.0)
+        adam([network], [torch.where(finite, gradient, 0.0)], [mean], [square], [], [step],
+             lr=torch.where(finite, rate, 0.0), beta1=0.9, beta2=0.999, eps=1e-5, weight_decay=0.0, amsgrad=False,
+             maximize=False, fused=not torch.compiler.is_compiling())  # fmt: skip  # detail 3
+    return torch.linalg.vector_norm(torch.stack(norms))[None]
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
@@ -830,20 +863,25 @@ class Logger:
     """Scalars of a run to CSV files and TensorBoard, and a live line to the terminal.
 
     Resumed at `step`, it drops what was logged after the checkpoint: the files look as if nothing had happened. A disk
-    that refuses costs a few rows, with a warning, and not the run.
+    that refuses costs a few rows, with a warning, and not the run. A silent logger writes nothing.
     """
 
-    def __init__(self, logdir: Path, step: int = 0) -> None:
-        self.logdir = logdir
+    def __init__(self, logdir: Path, step: int = 0, silent: bool = False) -> None:
+        self.logdir, self.silent = logdir, silent
+        self.writer: SummaryWriter | None = None
+        if silent:
+            return
         for path in logdir.glob("*.csv"):
             header, *rows = path.read_text().splitlines(keepends=True)
             kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= step]
             path.write_text("".join([header, *kept]) if kept else "")
-        self.writer: SummaryWriter | None = SummaryWriter(str(logdir), purge_step=step + 1)
+        self.writer = SummaryWriter(str(logdir), purge_step=step + 1)
         self.last_line = -math.inf
 
     def write(self, file: str, step: int, metrics: dict[str, float]) -> None:
         """Add a row to `file` and a TensorBoard point for each metric (not for nan: nothing was measured)."""
+        if self.silent:
+            return
         path = self.logdir / file
         size = path.stat().st_size if path.exists() else 0
         try:
@@ -864,6 +902,8 @@ class Logger:
 
     def line(self, text: str, final: bool = False) -> None:
         """Redraw the live line on a terminal; elsewhere print one every ten seconds."""
+        if self.silent:
+            return
         if sys.stdout.isatty():
             print(f"\r\033[K{text}", end="\n" if final else "", flush=True)
         elif final or time.monotonic() > self.last_line + 10:
@@ -946,9 +986,76 @@ class Interrupt:
             signal.signal(signum, handler)
 
 
-def check_finite(logdir: Path, actions: torch.Tensor, **rollout: torch.Tensor) -> None:
+class Ranks:
+    """The processes that torchrun started, each with its share of the environments; without it, this one alone.
+
+    Everything but stepping environments, inference and gradients is done by all ranks alike, on the whole rollout and
+    with equal random numbers: n ranks learn what one with all environments would. All must make the same calls.
+    """
+
+    def __init__(self, args: Args) -> None:
+        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.device = torch.device(args.device)
+        if self.size > 1:
+            dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+            if args.device == "cuda":
+                self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+    def share(self, args: Args) -> Args:
+        """`args` with the number of environments and workers of this rank."""
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        workers = args.num_workers or max(1, len(os.sched_getaffinity(0)) // local_ranks)
+        return args if self.size == 1 else replace(args, num_envs=args.num_envs // self.size, num_workers=workers)
+
+    def gather(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """The ranks' tensors, equal in shape, joined along `dim`, which counts environments."""
+        if self.size == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, dim)
+
+    def gather_arrays(self, x: np.ndarray) -> list[np.ndarray]:
+        """The array of each rank."""
+        return list(self.gather(torch.from_numpy(x)[None], 0).numpy())
+
+    def gather_objects(self, x: Any) -> list[Any]:
+        """The object of each rank, pickled on its way."""
+        if self.size == 1:
+            return [x]
+        objects = [None] * self.size
+        dist.all_gather_object(objects, x)
+        return objects
+
+    def run_once(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The result of `function` on rank 0, in all ranks; its UsageError too."""
+        result = None
+        if self.rank == 0:
+            try:
+                result = function(*args)
+            except UsageError as error:
+                result = error
+        result = self.gather_objects(result)[0]
+        if isinstance(result, UsageError):
+            raise result
+        return result
+
+    def average(self, tensors: list[torch.Tensor]) -> None:
+        """Replace tensors by their means over the ranks, in one message."""
+        if self.size > 1:
+            flat = torch.cat([x.reshape(-1) for x in tensors])
+            dist.all_reduce(flat)
+            for x, mean in zip(tensors, (flat / self.size).split([x.numel() for x in tensors]), strict=True):
+                x.copy_(mean.view_as(x))
+
+    def close(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+def check_finite(logdir: Path, first_env: int, actions: torch.Tensor, **rollout: torch.Tensor) -> None:
     """Raise FloatingPointError, naming environment, step and last action, if a number of the rollout's tensors,
-    each (num_steps, num_envs, ...), is not finite; the rollout goes to postmortem.npz."""
+    each (num_steps, num_envs, ...) from environment `first_env` on, is not finite; it goes to postmortem.npz."""
     for name, tensor in rollout.items():
         bad = (~torch.isfinite(tensor)).flatten(2).any(-1) if tensor.ndim > 2 else ~torch.isfinite(tensor)
         if bad.any():
@@ -957,9 +1064,41 @@ def check_finite(logdir: Path, actions: torch.Tensor, **rollout: torch.Tensor) -
             np.savez(logdir / "postmortem.npz", actions=actions.cpu(), **arrays)
             last_action = actions[max(t - 1, 0) if name == "obs" else t, n].tolist()
             raise FloatingPointError(
-                f"{name} of environment {n} is not finite at step {t} of the rollout, after action {last_action}; "
-                f"the weights were not touched, the rollout is in {logdir / 'postmortem.npz'}."
+                f"{name} of environment {first_env + n} is not finite at step {t} of the rollout, after action "
+                f"{last_action}; the weights were not touched, the rollout is in {logdir / 'postmortem.npz'}."
             )
+
+
+def check_gradients(logdir: Path, norms: torch.Tensor, minibatches: list[torch.Tensor]) -> None:
+    """Raise FloatingPointError if a gradient's norm, (n,), is not finite; its minibatch, of those in tensors (n, ...),
+    goes to postmortem.npz."""
+    bad = (~torch.isfinite(norms)).nonzero().flatten().tolist()
+    if bad:
+        np.savez(logdir / "postmortem.npz", *[x[bad[0]].cpu() for x in minibatches])
+        raise FloatingPointError(
+            f"A gradient is not finite; it changed no weight, its minibatch is in {logdir / 'postmortem.npz'}, and "
+            "latest.pt is from before. A smaller --learning-rate may help."
+        )
+
+
+def hint(record: dict[str, float], progress: float, lowest_entropy: float) -> str | None:
+    """What looks wrong in an update's metrics, in one sentence, or None; docs/metrics.md explains the bounds."""
+    kl, clip_fraction = record["train/approx_kl"], record["train/clip_fraction"]
+    entropy, explained = record["train/entropy"], record["train/explained_variance"]
+    if record["rollout/resets"] == 0:
+        return "no episode has ended yet, so there is no return to judge by: wait, or shorten the episodes."
+    if record["train/advantage_std"] < 1e-4:
+        return f"advantages differ by {record['train/advantage_std']:.0e} only: rewards are too rare or too small."
+    if kl > 0.1 or clip_fraction > 0.5:
+        return (
+            f"the policy moves too far in an update (KL {kl:.2f}, {clip_fraction:.0%} clipped): lower --learning-rate "
+            "or --update-epochs, or set --target-kl 0.03."
+        )
+    if entropy < lowest_entropy and progress < 0.5:
+        return f"the entropy has fallen to {entropy:.2f} early in the run, so little is explored: raise --ent-coef."
+    if explained < 0.05 and progress > 0.1:
+        return f"the critic explains {max(explained, 0):.0%} of the returns: see docs/metrics.md, 'Symptoms'."
+    return None
 
 
 def describe(args: Args, logdir: Path, agent: nn.Module, rollout: list[torch.Tensor]) -> str:
@@ -983,6 +1122,9 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None]:
     for name, saved in (checkpoint or {"args": {}})["args"].items():
         if name not in RESUMABLE and getattr(args, name, None) != saved:
             raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name, None)}.")
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    if checkpoint is not None and len(checkpoint["ranks"]) != ranks:
+        raise UsageError(f"{logdir} is a run of {len(checkpoint['ranks'])} processes and cannot go on with {ranks}.")
     try:
         logdir.mkdir(parents=True, exist_ok=True)
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
@@ -1002,17 +1144,20 @@ def train(args: Args) -> dict[str, Any]:
     reach the weights. A signal ends the run early and cleanly; its number is then in the result as "signal".
     """
     validate(args)
-    logdir, checkpoint = open_run(args)
-    vec_env, interrupt = make_envs(args, args.vec_env), Interrupt()
+    ranks = Ranks(args)
+    logdir, checkpoint = ranks.run_once(open_run, args)
+    vec_env, interrupt = make_envs(ranks.share(args), args.vec_env), Interrupt()
     try:
-        return learn(args, logdir, checkpoint, vec_env, interrupt)
+        with contextlib.redirect_stdout(sys.stdout if ranks.rank == 0 else None):  # rank 0 speaks for all
+            return learn(args, ranks, logdir, checkpoint, vec_env, interrupt)
     finally:
         interrupt.restore()
         vec_env.close()
+        ranks.close()
 
 
 def learn(
-    args: Args, logdir: Path, checkpoint: dict[str, Any] | None, vec_env: Any, interrupt: Interrupt
+    args: Args, ranks: Ranks, logdir: Path, checkpoint: dict[str, Any] | None, vec_env: Any, interrupt: Interrupt
 ) -> dict[str, Any]:
     """The loop of `train`: collect, bootstrap, advantages, update, log, evaluate, save."""
     random.seed(args.seed)
@@ -1020,22 +1165,46 @@ def learn(
     torch.manual_seed(args.seed)
     torch.set_num_threads(args.torch_threads)
     torch.use_deterministic_algorithms(args.torch_deterministic)
-    device = torch.device(args.device)
-    num_steps, num_envs = args.num_steps, args.num_envs
+    device, num_steps, num_envs = ranks.device, args.num_steps, vec_env.num_envs
+    first_env = ranks.rank * num_envs  # this rank steps environments first_env to first_env + num_envs - 1
 
     assert vec_env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP  # so that final_obs below exists
     num_actions = int(vec_env.single_action_space.n)
     agent = Agent(vec_env, args).to(device)
     networks = [flatten_parameters(network) for network in agent.networks(args)]
-    loss_args: Any = replace(args, ent_coef=torch.tensor(args.ent_coef, device=device))  # type: ignore[arg-type]
-    optimizer = torch.optim.Adam([{"params": [network]} for network in networks], eps=1e-5, fused=True)  # detail 3
-    gradients_of = ppo_gradients
+    moments = [(torch.zeros_like(n), torch.zeros_like(n), torch.zeros((), device=device)) for n in networks]
+    rates = [torch.tensor(args.learning_rate, device=device)]  # as annealed
+    gradients_of, step = ppo_gradients, adam_step
+    # Ranks normalise a minibatch's advantages before each takes its part of it.
+    split_minibatches = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
+    # The entropy's weight is a tensor, because the compiler would take every new float for a new program.
+    ent_coef: Any = torch.tensor(args.ent_coef, device=device)
+    loss_args = replace(args, ent_coef=ent_coef, norm_adv=args.norm_adv and not split_minibatches)
+
+    per_call = math.gcd(4, args.num_minibatches)  # four steps in one compiled call save a third of its time
+
+    def learn_from(minibatches: list[torch.Tensor]) -> list[torch.Tensor]:
+        """A step on each minibatch of tensors (n, minibatch size, ...) in turn, until one exceeds --target-kl."""
+        metrics_of_steps = []
+        for minibatch in zip(*minibatches, strict=True):
+            gradients, metrics = gradients_of(agent, minibatch, loss_args)
+            ranks.average([*gradients, metrics])
+            if args.target_kl is not None and float(metrics[APPROX_KL]) > args.target_kl:
+                break
+            grad_norm = step(networks, gradients, moments, rates, args)
+            metrics_of_steps.append(torch.cat([metrics, grad_norm]))
+        return metrics_of_steps
+
     if args.compile and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         print("No C++ compiler was found, so --compile is off; with one, training is about twice as fast.")
     elif args.compile:
         torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
         options: dict[str, Any] = {"cpp_wrapper": device.type == "cpu"}
-        gradients_of = torch.compile(ppo_gradients, fullgraph=True, dynamic=False, options=options)
+        compiled: Any = partial(torch.compile, fullgraph=True, dynamic=False, options=options)
+        if args.target_kl is None and ranks.size == 1:
+            learn_from = compiled(learn_from)
+        else:  # what lies between gradient and step cannot be compiled
+            gradients_of, step = compiled(ppo_gradients), compiled(adam_step)
 
     # The rollout, time-major: row t holds what happened at step t in each environment.
     obs = torch.zeros((num_steps, num_envs, *vec_env.single_observation_space.shape), device=device)
@@ -1047,44 +1216,50 @@ def learn(
 
     counters = Counters()
     episode_returns, episode_lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)  # under way
-    env_obs, _ = vec_env.reset(seed=args.seed)
+    env_obs, _ = vec_env.reset(seed=args.seed + first_env)
     if checkpoint is not None:
         counters = Counters(**checkpoint["counters"])
         agent.load_state_dict(checkpoint["agent"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        vec_env.set_state(to_arrays(checkpoint["envs"]))
-        env_obs, episode_returns, episode_lengths = to_arrays(checkpoint["episodes"])
-        set_random_states(checkpoint["random"])
+        moments = checkpoint["optimizer"]
+        own = checkpoint["ranks"][ranks.rank]
+        vec_env.set_state(to_arrays(own["envs"]))
+        env_obs, episode_returns, episode_lengths = to_arrays(own["episodes"])
+        set_random_states(own["random"])
         print(f"continuing after step {counters.global_step:,}", flush=True)
     elif args.init_from is not None:
         load_policy(agent, Path(args.init_from))
     next_obs = torch.as_tensor(env_obs, dtype=torch.float32, device=device)
 
-    def state() -> dict[str, Any]:
-        """All that the rest of the run depends on."""
-        return {"format": FORMAT, "args": asdict(args), "counters": asdict(counters), "random": random_states(),
-                "agent": agent.state_dict(), "optimizer": optimizer.state_dict(), "envs": vec_env.get_state(),
-                "episodes": [env_obs, episode_returns, episode_lengths]}  # fmt: skip
+    def save(name: str) -> None:
+        """Write all that the rest of the run depends on."""
+        own = {"random": random_states(), "envs": vec_env.get_state(),
+               "episodes": [env_obs, episode_returns, episode_lengths]}  # fmt: skip
+        state = {"format": FORMAT, "args": asdict(args), "counters": asdict(counters), "agent": agent.state_dict(),
+                 "optimizer": moments, "ranks": ranks.gather_objects(own)}  # fmt: skip
+        if ranks.rank == 0:
+            save_checkpoint(logdir / name, state)
 
-    logger = Logger(logdir, counters.global_step)
+    logger = Logger(logdir, counters.global_step, silent=ranks.rank > 0)
     if checkpoint is None:
-        save_checkpoint(logdir / "latest.pt", state())  # from here on a killed run can be resumed
-    if args.track:
+        save("latest.pt")  # from here on a killed run can be resumed
+    if args.track and ranks.rank == 0:
         import wandb
 
         wandb.init(project=SCRIPT, name=logdir.name, config=asdict(args), sync_tensorboard=True)
     evaluation: dict[str, Any] = {}
-    while counters.update < args.num_updates and not counters.compliant and interrupt.signum is None:
+    signum = interrupt.signum
+    while counters.update < args.num_updates and not counters.compliant and signum is None:
         started = time.perf_counter()
         counters.update += 1
-        progress = (counters.update - 1) / args.num_updates if args.anneal_lr else 0.0  # detail 4
-        for group in optimizer.param_groups:
-            group["lr"] = args.learning_rate * (1 - progress)
-        # A tensor, because the compiled gradient would take every new float for a new program.
-        loss_args.ent_coef.fill_(args.ent_coef * (1 - (counters.update - 1) / args.num_updates * args.anneal_ent))
+        progress = (counters.update - 1) / args.num_updates
+        if args.anneal_lr:  # detail 4
+            rates[0].fill_(args.learning_rate * (1 - progress))
+        if args.anneal_ent:
+            ent_coef.fill_(args.ent_coef * (1 - progress))
 
         # --- collect ----------------------------------------------------------------------------------
-        noise = gumbel_noise((num_steps, num_envs, num_actions), device)
+        noise = gumbel_noise((num_steps, args.num_envs, num_actions), device)
+        noise = noise[:, first_env : first_env + num_envs]
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
         ended: list[tuple[float, int]] = []  # (return, length) of the episodes that ended
         fixes: list[np.ndarray] = []  # their fixes by verdict
@@ -1109,7 +1284,7 @@ def learn(
                     fixes.append(infos["fixes"][n])
                 if not terminated[n]:
                     cuts.append((t, int(n), infos["final_obs"][n]))
-        check_finite(logdir, actions, obs=obs, rewards=rewards)
+        check_finite(logdir, first_env, actions, obs=obs, rewards=rewards)
         collected = time.perf_counter()
 
         # --- bootstrap --------------------------------------------------------------------------------
@@ -1127,40 +1302,37 @@ def learn(
         advantages, returns = compute_gae(
             rewards, values, next_values, terminations, truncations, args.gamma, args.gae_lambda
         )
+        b_obs, b_actions, b_log_probs, b_values, b_advantages, b_returns = map(
+            ranks.gather, (obs, actions, log_probs, values, advantages, returns)
+        )
+        advantage_std = float(b_advantages.std())
         if args.norm_adv and args.norm_adv_scope != "minibatch":
-            advantages = normalize_advantages(advantages, per_env=args.norm_adv_scope == "per_env")
+            b_advantages = normalize_advantages(b_advantages, per_env=args.norm_adv_scope == "per_env")
 
         # --- update -----------------------------------------------------------------------------------
-        batch = [x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)]
-        metric_sums, grad_norm_sum = torch.zeros(len(LOSS_METRICS), device=device), 0.0
-        num_minibatch_updates, kl_exceeded = 0, False
+        batch = [x.flatten(0, 1) for x in (b_obs, b_actions, b_log_probs, b_values, b_advantages, b_returns)]
+        metrics_of_steps: list[torch.Tensor] = []  # of each optimiser step: LOSS_METRICS and the gradient's norm
         for _ in range(args.update_epochs):
             order = torch.randperm(args.batch_size, device=device)  # detail 6: each transition once an epoch
-            for minibatch in zip(*(x[order].split(args.minibatch_size) for x in batch), strict=True):
-                gradients, metrics = gradients_of(agent, minibatch, loss_args)
-                kl_exceeded = args.target_kl is not None and float(metrics[APPROX_KL]) > args.target_kl
-                if kl_exceeded:
+            minibatches = [x[order].unflatten(0, (args.num_minibatches, -1)) for x in batch]
+            if split_minibatches:
+                *others, mb_advantages, mb_returns = minibatches
+                mb_advantages = normalize_advantages(mb_advantages.T, per_env=True).T  # a column a minibatch
+                minibatches = [x[:, ranks.rank :: ranks.size] for x in (*others, mb_advantages, mb_returns)]
+            taken: list[torch.Tensor] = []
+            for i in range(0, args.num_minibatches, per_call):
+                taken += learn_from([x[i : i + per_call] for x in minibatches])
+                if len(taken) < i + per_call:  # --target-kl was exceeded
                     break
-                norms = [float(torch.linalg.vector_norm(gradient)) for gradient in gradients]
-                grad_norm = math.hypot(*norms)
-                if not math.isfinite(grad_norm):
-                    np.savez(logdir / "postmortem.npz", *[x.cpu() for x in minibatch])
-                    raise FloatingPointError(
-                        f"The gradient of update {counters.update} is not finite; the weights were not touched, the "
-                        f"minibatch is in {logdir / 'postmortem.npz'}. A smaller --learning-rate may help."
-                    )
-                for network, gradient, norm in zip(networks, gradients, norms, strict=True):
-                    if args.max_grad_norm is not None and norm > args.max_grad_norm:  # detail 11
-                        gradient *= args.max_grad_norm / norm
-                    network.grad = gradient
-                optimizer.step()
-                metric_sums += metrics
-                grad_norm_sum += grad_norm
-                num_minibatch_updates += 1
-            if kl_exceeded:
+            metrics_of_steps += taken
+            check_gradients(logdir, torch.stack(taken)[:, -1], minibatches)
+            if len(taken) < args.num_minibatches:
                 break
-        counters.minibatch_updates += num_minibatch_updates
+        counters.minibatch_updates += len(metrics_of_steps)
         counters.global_step += args.batch_size
+        shares = ranks.gather_objects((ended, fixes))
+        ended = [episode for episodes, _ in shares for episode in episodes]
+        fixes = [fixes_of_one for _, fixes_of_rank in shares for fixes_of_one in fixes_of_rank]
         counters.episodes += len(ended)
         seconds = time.perf_counter() - started
         counters.seconds += seconds
@@ -1169,21 +1341,22 @@ def learn(
         def mean(values: list[float]) -> float:
             return sum(values) / len(values) if values else math.nan
 
-        means = (metric_sums / max(num_minibatch_updates, 1)).tolist()
+        means = torch.stack(metrics_of_steps).mean(0).tolist()
         episodic = {
             "episodic_return": mean([r for r, _ in ended]),
             "episodic_length": mean([length for _, length in ended]),
         }
         record = {
-            **{f"train/{name}": value for name, value in zip(LOSS_METRICS, means, strict=True)},
-            "train/explained_variance": explained_variance(values, returns),
-            "train/value_abs_error": float((values - returns).abs().mean()),
-            "train/grad_norm": grad_norm_sum / max(num_minibatch_updates, 1),
-            "train/learning_rate": optimizer.param_groups[0]["lr"],
-            "train/ent_coef": float(loss_args.ent_coef),
-            "train/update_epochs_done": num_minibatch_updates / args.num_minibatches,
+            **{f"train/{name}": value for name, value in zip([*LOSS_METRICS, "grad_norm"], means, strict=True)},
+            "train/explained_variance": explained_variance(b_values, b_returns),
+            "train/value_abs_error": float((b_values - b_returns).abs().mean()),
+            "train/advantage_std": advantage_std,
+            "train/learning_rate": float(rates[0]),
+            "train/ent_coef": float(ent_coef),
+            "train/update_epochs_done": len(metrics_of_steps) / args.num_minibatches,
             **{f"rollout/{name}": value for name, value in episodic.items()},
-            "rollout/mean_reward": float(rewards.mean()) / args.reward_scale,  # with the alignment reward
+            # With a workflow, this includes the alignment reward.
+            "rollout/mean_reward": float(ranks.gather(rewards).mean()) / args.reward_scale,
             "rollout/resets": counters.episodes,
             "counters/train_steps": counters.update * num_steps,
             "counters/rollouts": counters.update,
@@ -1208,38 +1381,46 @@ def learn(
 
         # --- evaluate ---------------------------------------------------------------------------------
         threshold = args.compliance_threshold
-        if threshold is not None and is_compliant(vec_env.recent, vec_env.episodes, threshold, args.min_episodes):
-            counters.compliant = evaluate(agent, args)["compliance"] >= threshold
+        if threshold is not None:
+            recent, episodes = zip(*ranks.gather_objects((vec_env.recent, vec_env.episodes)), strict=True)
+            if is_compliant(np.concatenate(recent), np.concatenate(episodes), threshold, args.min_episodes):
+                counters.compliant = ranks.run_once(evaluate, agent, args)["compliance"] >= threshold
         last = counters.update == args.num_updates or counters.compliant
         if last or crossed(counters.global_step, args.batch_size, args.eval_every):
-            evaluation = evaluate(agent, args)
+            evaluation = ranks.run_once(evaluate, agent, args)
             names = ["score", "mean_return", "std_return", "mean_length"] + ["compliance"] * bool(args.workflow)
             scores = {f"eval/{name}": evaluation[name] for name in names}
             cells = {f"eval/{name}": cell[0] for name, cell in evaluation["cells"].items()}
             logger.write("eval.csv", counters.global_step, scores | cells)
             if evaluation["score"] > counters.best_return:
                 counters.best_return = evaluation["score"]
-                save_checkpoint(logdir / "best.pt", state())
-            if args.capture_video:
+                save("best.pt")
+            if args.capture_video and ranks.rank == 0:
                 one = make_envs(replace(args, num_envs=1), render_mode="rgb_array")
                 frames = list(play_episodes(agent, one)["frames"])
                 save_gif(frames, logdir / "videos" / f"step_{counters.global_step}.gif", fps=4)
+            advice = hint(record, progress, 0.05 * math.log(num_actions)) if args.hints else None
+            if advice:
+                logger.line(f"hint: {advice}", final=True)
 
         # --- save -------------------------------------------------------------------------------------
-        if last or interrupt.signum or crossed(counters.global_step, args.batch_size, args.save_every):
-            save_checkpoint(logdir / "latest.pt", state())
+        signum = next((number for number in ranks.gather_objects(interrupt.signum) if number), None)
+        if last or signum or crossed(counters.global_step, args.batch_size, args.save_every):
+            save("latest.pt")
 
     if logger.writer is not None:
         logger.writer.close()
+    if ranks.rank > 0:
+        return {"logdir": str(logdir), "signal": signum, **asdict(counters)}
     plot_curves(logdir)
-    if interrupt.signum:
+    if signum:
         outcome = "stopped; continue with --resume --logdir"
     else:
         update_leaderboard(logdir, args, counters.best_return, counters.global_step)
         evaluation = {name.removeprefix("eval/"): column[-1] for name, column in read_csv(logdir / "eval.csv").items()}
         outcome = f"score {evaluation['score']:.2f}, best {counters.best_return:.2f}; run folder"
     logger.line(f"{counters.global_step:,} steps in {counters.seconds:.0f} s, {outcome} {logdir}", final=True)
-    return {"logdir": str(logdir), "signal": interrupt.signum, **asdict(counters),
+    return {"logdir": str(logdir), "signal": signum, **asdict(counters),
             "score": evaluation.get("score", math.nan)}  # fmt: skip
 
 
@@ -1695,9 +1876,10 @@ def main(argv: list[str]) -> int:
         signum = train(args)["signal"]
         return 128 + signum if signum else 0
     except (UsageError, FloatingPointError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        if isinstance(error, FloatingPointError) or os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(report_errors(main)(sys.argv[1:]))

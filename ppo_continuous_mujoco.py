@@ -1160,8 +1160,9 @@ def learn(
         advantages, returns = compute_gae(
             targets, values, next_values, terminations, truncations, gamma, args.gae_lambda
         )
-        rollout = (obs, actions, log_probs, values, advantages, returns)
-        b_obs, b_actions, b_log_probs, b_values, b_advantages, b_returns = map(ranks.gather, rollout)
+        b_obs, b_actions, b_log_probs, b_values, b_advantages, b_returns = map(
+            ranks.gather, (obs, actions, log_probs, values, advantages, returns)
+        )
         advantage_std = float(b_advantages.std())
         if args.norm_adv and args.norm_adv_scope != "minibatch":
             b_advantages = normalize_advantages(b_advantages, per_env=args.norm_adv_scope == "per_env")

@@ -183,7 +183,7 @@ def test_the_policy_starts_nearly_uniform() -> None:
 
 def test_gumbel_noise_samples_the_softmax_and_no_noise_gives_its_mode() -> None:
     logits = torch.tensor([2.0, 0.0, 1.0])
-    noise = mario.gumbel_noise(torch.zeros(200_000, 3), torch.Generator().manual_seed(0))
+    noise = mario.gumbel_noise((200_000, 3), "cpu", torch.Generator().manual_seed(0))
     frequencies = (logits + noise).argmax(-1).bincount(minlength=3) / 200_000
     torch.testing.assert_close(frequencies, logits.softmax(0), atol=0.005, rtol=0)  # 4.5 standard errors
     agent, obs = make_agent(), pictures(8)

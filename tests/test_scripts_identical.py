@@ -23,7 +23,6 @@ DIFFERENT = {
     "Args": "each domain has flags and defaults of its own",
     "validate": "each domain has limits of its own",
     "Agent": "pixels, robots and hosts; Gaussian and categorical policies",
-    "gumbel_noise": "made like the logits at hand, or of a shape on a device",
     "make_envs": "each domain has its own environments and wrappers",
     "evaluate": "success, play from random starts, and games of several lengths are measured differently",
     "plot_curves": "each domain has a panel of its own",
