@@ -870,11 +870,11 @@ class Ranks:
         return list(self.gather(torch.from_numpy(x)[None], 0).numpy())
 
     def gather_objects(self, x: Any) -> list[Any]:
-        """The object of each rank, pickled on its way."""
+        """The object of each rank; from several ranks, tensors come as arrays."""
         if self.size == 1:
             return [x]
         objects = [None] * self.size
-        dist.all_gather_object(objects, x)
+        dist.all_gather_object(objects, to_arrays(x))
         return objects
 
     def run_once(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -885,7 +885,7 @@ class Ranks:
                 result = function(*args)
             except UsageError as error:
                 result = error
-        result = self.gather_objects(result)[0]
+        result = to_tensors(self.gather_objects(result)[0])
         if isinstance(result, UsageError):
             raise result
         return result
@@ -1072,7 +1072,7 @@ def learn(
     if checkpoint is not None:
         counters = Counters(**checkpoint["counters"])
         agent.load_state_dict(checkpoint["agent"])
-        moments = checkpoint["optimizer"]
+        moments = [tuple(x.to(device) for x in network) for network in checkpoint["optimizer"]]
         own = checkpoint["ranks"][ranks.rank]
         if set_vector_state(vec_env, to_arrays(own["envs"])):
             env_obs, episode_returns, episode_lengths = to_arrays(own["episodes"])

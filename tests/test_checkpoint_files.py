@@ -369,27 +369,34 @@ def test_a_broken_final_observation_stops_the_run_too(continuous: ModuleType, ru
     assert (logdir / "postmortem.npz").exists()
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run_before_the_weights(
-    continuous: ModuleType, run_tiny: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_changes_no_weight_and_stops_the_run(
+    continuous: ModuleType, run_tiny: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bad: float
 ) -> None:
-    original, agents = continuous.ppo_gradients, []
+    adam_step, changes, minibatches = continuous.adam_step, [], []
+    ppo_gradients = continuous.ppo_gradients
 
-    def broken(agent: Any, minibatch: Any, args: Any) -> Any:
-        gradients, metrics = original(agent, minibatch, args)
-        agents.append(({k: v.clone() for k, v in agent.state_dict().items()}, agent))
-        if len(agents) == 3:
-            gradients[0][0] = math.nan
-        return gradients, metrics
+    def recorded(agent: Any, minibatch: Any, args: Any) -> Any:
+        minibatches.append(minibatch)
+        return ppo_gradients(agent, minibatch, args)
 
-    monkeypatch.setattr(continuous, "ppo_gradients", broken)
-    with pytest.raises(FloatingPointError, match="gradient of update 1"):
+    def broken(networks: Any, gradients: Any, *args: Any) -> Any:
+        if len(changes) == 2:
+            gradients[0][0] = bad
+        before = networks[0].clone()
+        norm = adam_step(networks, gradients, *args)
+        changes.append(not torch.equal(networks[0], before))
+        return norm
+
+    monkeypatch.setattr(continuous, "ppo_gradients", recorded)
+    monkeypatch.setattr(continuous, "adam_step", broken)
+    with pytest.raises(FloatingPointError, match="gradient is not finite; it changed no weight"):
         run_tiny(logdir=tmp_path / "run", vec_env="sync")
-    before, agent = agents[2]
-    assert len(agents) == 3
-    for name, tensor in agent.state_dict().items():
-        assert torch.equal(tensor, before[name])
+    assert changes == [True, True, False, True]  # the run ends with the epoch
     with np.load(tmp_path / "run" / "postmortem.npz") as postmortem:
-        assert len(postmortem.files) == 6
+        for saved, given in zip(postmortem.values(), minibatches[2], strict=True):
+            np.testing.assert_array_equal(saved, given)
+    assert continuous.load_checkpoint(tmp_path / "run" / "latest.pt")["counters"]["update"] == 0
 
 
 def test_arguments_of_a_checkpoint_make_the_same_agent(continuous: ModuleType, run_tiny: Run) -> None:

@@ -72,7 +72,7 @@ def assert_same_run(broken: Path, unbroken: Path) -> None:
         states = [torch.load(logdir / name, weights_only=True) for logdir in (broken, unbroken)]
         for state in states:
             del state["args"], state["counters"]["seconds"]
-            drop_derived(state["envs"])
+            drop_derived(state["ranks"])
         assert_same(*states, where=name)
     for name in ("progress.csv", "eval.csv"):
         assert (broken / name).read_bytes() == (unbroken / name).read_bytes(), name
