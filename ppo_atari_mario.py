@@ -874,7 +874,9 @@ class Ranks:
         return objects
 
     def run_once(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The result of `function` on rank 0, in all ranks; its UsageError too."""
+        """The result of `function` on rank 0, in all ranks; its UsageError too. Its arrays then come as tensors."""
+        if self.size == 1:
+            return function(*args)
         result = None
         if self.rank == 0:
             try:
@@ -1034,7 +1036,7 @@ def learn(
     agent = Agent(vec_env, args).to(device)
     networks = [flatten_parameters(network) for network in agent.networks(args)]
     moments = [(torch.zeros_like(n), torch.zeros_like(n), torch.zeros((), device=device)) for n in networks]
-    rates = [torch.tensor(args.learning_rate, device=device)]  # as annealed
+    rates = [torch.tensor(args.learning_rate, dtype=torch.float64, device=device)]  # as annealed
     gradients_of, step = ppo_gradients, adam_step
     # Ranks normalise a minibatch's advantages before each takes its part of it.
     split_minibatches = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
@@ -1224,18 +1226,15 @@ def learn(
         # --- evaluate ---------------------------------------------------------------------------------
         last = counters.update == args.num_updates
         if last or crossed(counters.global_step, args.batch_size, args.eval_every):
-            # Rank 0 plays, the others wait for its results.
-            evaluation, sampled = {}, {}
-            if ranks.rank == 0:
-                evaluation = evaluate(agent, args, render_mode="rgb_array" if args.capture_video else None)
-                sampled = evaluate(agent, args, deterministic=False)
-            evaluation, sampled = ranks.gather_objects((evaluation, sampled))[0]
+            shown = partial(evaluate, render_mode="rgb_array" if args.capture_video else None)
+            evaluation = ranks.run_once(shown, agent, args)
+            sampled = ranks.run_once(partial(evaluate, deterministic=False), agent, args)
             names = ("success_rate", "mean_return", "std_return", "mean_length")
             scores = {f"eval/{name}": evaluation[name] for name in names}
             scores |= {f"eval_sampled/{name}": sampled[name] for name in names}
             logger.write("eval.csv", counters.global_step, scores)
             if args.capture_video and ranks.rank == 0:
-                small = [frame[::2, ::2] for frame in evaluation["frames"]]
+                small = [np.asarray(frame)[::2, ::2] for frame in evaluation["frames"]]
                 log_video(logger, small, args.video_fps, counters.global_step)
             score = (evaluation["success_rate"], evaluation["mean_return"])
             if score > (counters.best_success_rate, counters.best_return):

@@ -1028,7 +1028,9 @@ class Ranks:
         return objects
 
     def run_once(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The result of `function` on rank 0, in all ranks; its UsageError too."""
+        """The result of `function` on rank 0, in all ranks; its UsageError too. Its arrays then come as tensors."""
+        if self.size == 1:
+            return function(*args)
         result = None
         if self.rank == 0:
             try:
@@ -1173,7 +1175,7 @@ def learn(
     agent = Agent(vec_env, args).to(device)
     networks = [flatten_parameters(network) for network in agent.networks(args)]
     moments = [(torch.zeros_like(n), torch.zeros_like(n), torch.zeros((), device=device)) for n in networks]
-    rates = [torch.tensor(args.learning_rate, device=device)]  # as annealed
+    rates = [torch.tensor(args.learning_rate, dtype=torch.float64, device=device)]  # as annealed
     gradients_of, step = ppo_gradients, adam_step
     # Ranks normalise a minibatch's advantages before each takes its part of it.
     split_minibatches = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"

@@ -878,7 +878,9 @@ class Ranks:
         return objects
 
     def run_once(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The result of `function` on rank 0, in all ranks; its UsageError too."""
+        """The result of `function` on rank 0, in all ranks; its UsageError too. Its arrays then come as tensors."""
+        if self.size == 1:
+            return function(*args)
         result = None
         if self.rank == 0:
             try:
@@ -1024,7 +1026,7 @@ def learn(
     networks = [flatten_parameters(network) for network in agent.networks(args)]
     moments = [(torch.zeros_like(n), torch.zeros_like(n), torch.zeros((), device=device)) for n in networks]
     learning_rates = [args.learning_rate, args.critic_learning_rate or args.learning_rate][: len(networks)]
-    rates = [torch.tensor(rate, device=device) for rate in learning_rates]  # as annealed
+    rates = [torch.tensor(rate, dtype=torch.float64, device=device) for rate in learning_rates]  # as annealed
     gradients_of, step = ppo_gradients, adam_step
     # Ranks normalise a minibatch's advantages before each takes its part of it.
     split_minibatches = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
@@ -1238,9 +1240,7 @@ def learn(
         # --- evaluate ---------------------------------------------------------------------------------
         last = counters.update == args.num_updates
         if last or crossed(counters.global_step, args.batch_size, args.eval_every):
-            # Rank 0 plays, the others wait for its result.
-            evaluation = evaluate(agent, args, observation_statistics(vec_env)) if ranks.rank == 0 else {}
-            evaluation = ranks.gather_objects(evaluation)[0]
+            evaluation = ranks.run_once(evaluate, agent, args, observation_statistics(vec_env))
             scores = {f"eval/{name}": evaluation[name] for name in ("mean_return", "std_return", "mean_length")}
             logger.write("eval.csv", counters.global_step, scores)
             if evaluation["mean_return"] > counters.best_return:
