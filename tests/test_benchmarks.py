@@ -1,0 +1,69 @@
+"""benchmarks/common.py, and (slow) the quick form of every benchmark: what `make bench` runs, checked."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import time
+
+import pytest
+
+from benchmarks import common, compare
+from tests.conftest import ROOT
+
+BENCHMARKS = re.findall(r"^BENCHMARKS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
+
+
+def test_candidates_take_turns_and_each_comes_first() -> None:
+    order: list[str] = []
+
+    def candidate(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    figures = common.interleave({name: lambda name=name: candidate(name) for name in "abc"}, 3)
+    assert "".join(order) == "abcbcacab"
+    assert figures == {"a": [1, 6, 8], "b": [2, 4, 9], "c": [3, 5, 7]}
+
+
+def test_a_busy_round_does_not_move_the_ratio() -> None:
+    assert common.median_ratio([100, 10, 102], [50, 5, 51]) == 2
+
+
+def test_a_measurement_that_fails_says_why() -> None:
+    with pytest.raises(RuntimeError, match="KeyError: 'no such stepper'"):
+        common.in_fresh_process("scaling", "no such stepper", 1, 0, 0.1)
+
+
+def test_a_measurement_comes_back_from_its_process() -> None:
+    assert common.in_fresh_process("scaling", "Cage2VecEnv", 4, 0, 0.05)["steps_per_second"] > 1000
+
+
+def test_the_foot_of_a_page_names_commit_versions_and_load() -> None:
+    info = common.machine_info(["numpy", "no-such-package"])
+    line = common.machine_line(info)
+    assert f"numpy {info['packages']['numpy']};" in line
+    assert "no-such-package" not in line
+    assert f"commit {info['commit']}" in line
+    assert f"load average {info['load_average'][0]} before, {info['load_average_after'][0]} after" in line
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_the_quick_form_of_every_benchmark(name: str) -> None:
+    """It ends, prints a table, and leaves results that can be compared with themselves without finding a regression."""
+    pytest.importorskip("stable_baselines3", reason="the peers are the extra `bench`: make bench installs them")
+    started = time.time()
+    command = [sys.executable, "-m", f"benchmarks.{name}", "--quick"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "| --- |" in done.stdout
+    path = common.QUICK_RESULTS / f"{name}.json"
+    if path.exists() and path.stat().st_mtime > started:
+        data = json.loads(path.read_text())
+        assert data["machine"]["load_average_after"]
+        if any(row["peer"] for row in data.get("rows", [])):
+            assert not any(row["regressed"] for row in compare.compare(data, data, 0.9))
