@@ -20,6 +20,7 @@ import hashlib
 import itertools
 import json
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -53,7 +54,7 @@ class Run:
     output_start: int = 0  # where in output.txt this process began to write
 
     def __str__(self) -> str:
-        return f"{' '.join(self.command)} --seed {self.seed}"
+        return f"{shlex.join(self.command)} --seed {self.seed}"
 
     def final_step(self) -> int:
         """The step of the last evaluation: all whole batches that fit into --total-timesteps."""
@@ -110,7 +111,7 @@ def read_csv(path: Path) -> dict[str, np.ndarray]:
 
 def slug(command: list[str]) -> str:
     """A folder name for a command; long ones end in a hash."""
-    text = " ".join(command)
+    text = shlex.join(command)
     name = re.sub(r"[^\w.,=-]+", "_", text.replace(".py", "", 1))
     exact = len(name) <= 100 and re.fullmatch(r"[\w.,= -]+", text)
     return name if exact else f"{name[:90].strip('_.')}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
@@ -211,7 +212,7 @@ def report(runs: list[Run], metric: str, folder: Path, name: str) -> None:
     by_command: dict[str, list[tuple[int, dict[str, np.ndarray]]]] = {}
     for run in runs:
         if run.is_finished():
-            by_command.setdefault(" ".join(run.command), []).append((run.seed, curve_of(run, metric)))
+            by_command.setdefault(shlex.join(run.command), []).append((run.seed, curve_of(run, metric)))
     if not by_command:
         raise UsageError("No run is finished yet, so there is nothing to report.")
     commands, rows = {}, []

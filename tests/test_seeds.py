@@ -218,7 +218,8 @@ def test_a_metric_that_does_not_exist_gets_the_list_of_those_that_do(stand_in: P
 
 def test_different_commands_have_different_folders() -> None:
     commands = [["a.py", "--x", "1"], ["a.py", "--x", "-1"], ["a.py", "--x=1"], ["b/a.py", "--x", "1"],
-                ["b_a.py", "--x", "1"], ["a.py", "--x", "1" * 200], ["a.py", "--x", "1" * 201]]  # fmt: skip
+                ["b_a.py", "--x", "1"], ["a.py", "--x", "1 2"], ["a.py", "--x", "1", "2"],
+                ["a.py", "--x", "1" * 200], ["a.py", "--x", "1" * 201]]  # fmt: skip
     names = [seeds.slug(command) for command in commands]
     assert len(set(names)) == len(commands)
     assert all(len(name) <= 100 and "/" not in name for name in names)
