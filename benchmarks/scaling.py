@@ -5,8 +5,9 @@
 
 Each measurement is a process of its own, which builds the environments, steps them with random actions (episodes end
 and begin anew), and then adds up the memory of itself and its workers. All take turns, round after round. "Memory" is
-the proportional set size (PSS): pages that processes share count once in all. "Peak" is the sum of each process's own
-maximum (VmHWM), which counts shared pages once for each process. Linux only, for it reads /proc.
+what they wrote (anonymous and shared memory, each page counted once however many of them share it), without the code of
+programs and libraries. "Peak" is the sum of each process's largest resident set (VmHWM), code included, in which pages
+that processes share count for each of them. Linux only, for it reads /proc.
 
 The cost of a step is the CPU time that the process and its workers spend on it, which a busy machine changes least. It
 grows no faster than linearly in N if one environment's share of it does not grow: the table names the N at which that
@@ -82,16 +83,19 @@ def process_tree(pid: int) -> list[int]:
 
 
 def memory() -> dict[str, float]:
-    """MiB of this process and its descendants: PSS, that part of it which is shared memory, and the sum of peaks."""
+    """MiB of this process and its descendants: what they wrote, the shared memory in it, and the sum of peaks."""
 
     def kib(file: str, name: str) -> int:
         found = re.search(rf"^{name}:\s+(\d+) kB", Path(file).read_text(), re.MULTILINE)
         return int(found[1]) if found else 0
 
     tree = process_tree(os.getpid())
+    private, shared = (
+        sum(kib(f"/proc/{pid}/smaps_rollup", name) for pid in tree) / 1024 for name in ("Pss_Anon", "Pss_Shmem")
+    )
     return {
-        "memory_mib": sum(kib(f"/proc/{pid}/smaps_rollup", "Pss") for pid in tree) / 1024,
-        "shared_mib": sum(kib(f"/proc/{pid}/smaps_rollup", "Pss_Shmem") for pid in tree) / 1024,
+        "memory_mib": private + shared,
+        "shared_mib": shared,
         "peak_mib": sum(kib(f"/proc/{pid}/status", "VmHWM") for pid in tree) / 1024,
     }
 
