@@ -243,12 +243,17 @@ class SubprocVecEnv(VectorEnv):
         self._begin("reset", self._resets)
 
     def _masked(self, mask: Any) -> list[int]:
-        if not isinstance(mask, np.ndarray) or mask.dtype != np.bool_:
-            raise TypeError(f"`options['reset_mask']` must be a numpy array with `dtype=np.bool_`, got {mask!r}")
-        if mask.shape != (self.num_envs,) or not mask.any():
+        # The words are AsyncVectorEnv's.
+        if not isinstance(mask, np.ndarray):
+            raise TypeError(f"`options['reset_mask']` must be a numpy array, got {type(mask)}")
+        if mask.shape != (self.num_envs,):
+            raise ValueError(f"`options['reset_mask']` must have shape `({self.num_envs},)`, got {mask.shape}")
+        if mask.dtype != np.bool_:
+            raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
+        if not mask.any():
             raise ValueError(
-                f"`options['reset_mask']` must have shape `({self.num_envs},)` and contain at least one True value, "
-                f"got {mask!r}"
+                "`options['reset_mask']` must contain a boolean array with at least one True value, "
+                f"got reset_mask={mask}"
             )
         return np.flatnonzero(mask).tolist()
 
