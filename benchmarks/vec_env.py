@@ -5,7 +5,9 @@
 
 All candidates step the same 16 environments with the same random actions, in turns (see `common.interleave`). The
 limit is what the cores can do without any vector environment: one process per core, each in a loop over its share of
-the environments, which never waits for anybody.
+the environments (wrapped and reset in the same way), which never waits for anybody. A vector environment hands out all
+results of a step together, so each step lasts as long as the slowest share: the second limit is that of the same
+loops, had they met after each step at no cost.
 """
 
 from __future__ import annotations
@@ -39,8 +41,9 @@ from envs.subproc_vec_env import SubprocVecEnv
 
 NUM_ENVS = 16
 CORES = len(os.sched_getaffinity(0))
-LIMIT, OURS, SYNC, ASYNC, SB3, ENVPOOL = (
+LIMIT, TOGETHER, OURS, SYNC, ASYNC, SB3, ENVPOOL = (
     "limit: independent loops",
+    "limit: loops that meet after each step",
     "SubprocVecEnv (ours)",
     "gymnasium SyncVectorEnv",
     "gymnasium AsyncVectorEnv",
@@ -94,7 +97,8 @@ class IndependentLoops:
     def __init__(self, env_fn: Callable[[], gym.Env], actions: list[np.ndarray]) -> None:
         context = multiprocessing.get_context("fork")
         self.pipes, self.processes = [], []
-        for share in np.array_split(np.arange(NUM_ENVS), CORES):
+        self.shares = np.array_split(np.arange(NUM_ENVS), CORES)
+        for share in self.shares:
             pipe, child_pipe = context.Pipe()
             arguments = (child_pipe, env_fn, [batch[share] for batch in actions])
             self.processes.append(context.Process(target=self.loop, args=arguments, daemon=True))
@@ -114,12 +118,21 @@ class IndependentLoops:
                     env.reset()
 
         while (seconds := pipe.recv()) is not None:
-            pipe.send(step_for(seconds, step, actions))
+            times = [time.perf_counter()]
+            while times[-1] < times[0] + seconds:
+                for batch in actions:
+                    step(batch)
+                    times.append(time.perf_counter())
+            pipe.send(np.diff(times))
 
-    def measure(self, seconds: float) -> float:
+    def measure(self, seconds: float, together: bool) -> float:
         for pipe in self.pipes:
             pipe.send(seconds)
-        return sum(pipe.recv() for pipe in self.pipes)
+        durations = [pipe.recv() for pipe in self.pipes]
+        if together:
+            slowest = [max(of_one_step) for of_one_step in zip(*durations, strict=False)]
+            return NUM_ENVS / float(np.mean(slowest))
+        return sum(len(share) / times.mean() for share, times in zip(self.shares, durations, strict=True))
 
     def close(self) -> None:
         for pipe, process in zip(self.pipes, self.processes, strict=True):
@@ -166,7 +179,8 @@ def candidates_for(task: str, seconds: float) -> tuple[dict[str, Measurement], l
         except ImportError:
             print("envpool is not installed: left out")
     loops = IndependentLoops(env_fn, actions)
-    measurements[LIMIT] = partial(loops.measure, seconds)
+    measurements[LIMIT] = partial(loops.measure, seconds, together=False)
+    measurements[TOGETHER] = partial(loops.measure, seconds, together=True)
     closers.append(loops.close)
     return measurements, closers
 
@@ -187,35 +201,31 @@ def overlap_candidates(seconds: float, hidden: int) -> tuple[dict[str, Measureme
             hidden_values = np.tanh(hidden_values @ layer)
         return hidden_values
 
-    def make(num_envs: int, num_workers: int) -> SubprocVecEnv:
-        envs = SubprocVecEnv([env_fn] * num_envs, num_workers, autoreset_mode="SameStep")
-        envs.reset(seed=0)
-        return envs
-
-    whole = make(NUM_ENVS, CORES)
-    halves = [make(NUM_ENVS // 2, max(1, CORES // 2)) for _ in range(2)]
-    observations = {id(envs): envs.reset(seed=0)[0] for envs in (whole, *halves)}
+    envs = SubprocVecEnv([env_fn] * NUM_ENVS, max(2, CORES), autoreset_mode="SameStep")
+    rows = [envs.half_rows(0), envs.half_rows(1)]
+    latest = envs.reset(seed=0)[0]
 
     def in_turn() -> float:
+        nonlocal latest
         count, start = 0, time.perf_counter()
         while (elapsed := time.perf_counter() - start) < seconds:
-            observations[id(whole)] = whole.step(policy(observations[id(whole)]))[0]
+            latest = envs.step(policy(latest))[0]
             count += NUM_ENVS
         return count / elapsed
 
     def overlapped() -> float:
         count, start = 0, time.perf_counter()
-        for half in halves:
-            half.step_async(policy(observations[id(half)]))
+        for half in (0, 1):
+            envs.send(policy(latest[rows[half]]), half)
         while (elapsed := time.perf_counter() - start) < seconds:
-            for half in halves:
-                half.step_async(policy(half.step_wait()[0]))
+            for half in (0, 1):
+                envs.send(policy(envs.recv(half)[0]), half)
             count += NUM_ENVS
-        for half in halves:
-            observations[id(half)] = half.step_wait()[0]
+        for half in (0, 1):
+            latest[rows[half]] = envs.recv(half)[0]
         return count / elapsed
 
-    return {"in turn": in_turn, "overlapped halves": overlapped}, [whole.close, *(half.close for half in halves)]
+    return {"in turn": in_turn, "overlapped halves": overlapped}, [envs.close]
 
 
 def measure(candidates: tuple[dict[str, Measurement], list[Callable[[], None]]], rounds: int) -> dict[str, list[float]]:

@@ -305,7 +305,7 @@ class SubprocVecEnv(VectorEnv):
         """Begin a step of one half of the environments, so that the caller can work for the other half meanwhile.
 
         Half 0 is the first half of the workers and what they step, `half_rows(0)`; half 1 the rest. On two
-        cores it does not pay: `benchmarks/vec_env.py` measures it, with two SubprocVecEnvs of half the size.
+        cores, which the workers fill, it does not pay: see `results/vec_env.md`.
 
         Args:
             actions: as for `step_async`, but only the rows `half_rows(half)`.
