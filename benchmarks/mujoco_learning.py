@@ -8,22 +8,28 @@
 Every run is a process with its own folder, runs/learning/{task}-{steps}-{seed}. A run that was killed is resumed, one
 that is finished is not repeated, so the command can be stopped and started at will. Scores are the evaluations of the
 runs themselves: ten deterministic episodes with fixed seeds and frozen normalisation.
+
+results/mujoco_learning_{steps}.json keeps every seed's curve. A report adds the finished runs to it and drops those
+with other arguments than the task has today, so run folders may be deleted. Presets were chosen on seeds from 101 up.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import shlex
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import matplotlib.figure
 import numpy as np
 
 from benchmarks.common import RESULTS, ROOT, machine_info, machine_line, markdown_table, write_results
+from ppo_continuous_mujoco import RESUMABLE, parse_args, read_csv
 
 FOLDER = ROOT / "runs" / "learning"
 # task -> (preset, best published PPO return at 1 M steps that we know, its source); older task versions, a guide only
@@ -44,13 +50,17 @@ TASKS: dict[str, tuple[str, float, str]] = {
 
 def command(task: str, steps: int, seed: int) -> list[str]:
     """The run's command line, as a reader would type it."""
-    preset = TASKS[task][0]
-    flags = f"--configs {preset} --env-id {task} --total-timesteps {steps} --seed {seed}"
-    return ["ppo_continuous_mujoco.py", *shlex.split(flags)]
+    flags = ["--configs", TASKS[task][0], "--env-id", task, "--total-timesteps", str(steps), "--seed", str(seed)]
+    return ["ppo_continuous_mujoco.py", *flags]
+
+
+def learning_args(values: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that decide what is learnt: not the seed, nor what a resumed run may change, steps aside."""
+    return {name: values[name] for name in values if name == "total_timesteps" or name not in RESUMABLE | {"seed"}}
 
 
 def run(task: str, steps: int, seed: int, workers: int) -> None:
-    """Start, resume or skip one run."""
+    """Start, resume or skip one run; adds its CPU seconds to cpu_seconds.txt, a line a start."""
     logdir = FOLDER / f"{task}-{steps}-{seed}"
     if (logdir / "curves.png").exists():
         return
@@ -59,15 +69,40 @@ def run(task: str, steps: int, seed: int, workers: int) -> None:
     else:
         flags = command(task, steps, seed)
     logdir.mkdir(parents=True, exist_ok=True)
-    with open(logdir / "output.txt", "a") as output:
-        line = [sys.executable, *flags, "--logdir", str(logdir), "--num-workers", str(workers)]
-        subprocess.run(line, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, check=False)
+    line = [sys.executable, *flags, "--logdir", str(logdir), "--num-workers", str(workers)]
+    with open(logdir / "output.txt", "a") as output, open(logdir / "cpu_seconds.txt", "a") as cpu_seconds:
+        process = subprocess.Popen(line, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        _, _, usage = os.wait4(process.pid, 0)
+        print(usage.ru_utime + usage.ru_stime, file=cpu_seconds)
 
 
-def read_columns(path: Path) -> dict[str, np.ndarray]:
-    header, *rows = path.read_text().splitlines()
-    table = np.array([[float(x) for x in row.split(",")] for row in rows])
-    return dict(zip(header.split(","), table.T, strict=True))
+def read_run(logdir: Path) -> dict[str, Any]:
+    """What the results keep of a finished run."""
+    evaluations = {key.removeprefix("eval/"): x.tolist() for key, x in read_csv(logdir / "eval.csv").items()}
+    cpu = logdir / "cpu_seconds.txt"
+    return {
+        "seconds": float(read_csv(logdir / "timing.csv")["time/seconds"][-1]),
+        "cpu_seconds": sum(map(float, cpu.read_text().split())) if cpu.exists() else None,
+        "cpu": machine_info()["cpu"],
+        "evaluations": evaluations,
+    }
+
+
+def merge(stored: dict[str, Any], task: str, steps: int) -> dict[str, Any]:
+    """{"command", "args", "seeds": {seed: run}} of a task: the stored runs and the finished ones that had `args`."""
+    words = command(task, steps, 1)
+    args = json.loads(json.dumps(learning_args(asdict(parse_args(words[1:])))))
+
+    def same(other: dict[str, Any]) -> bool:  # an argument that was added or removed since then changes nothing
+        return all(args[name] == other[name] for name in args.keys() & other.keys())
+
+    seeds = stored["seeds"] if stored and same(stored["args"]) else {}
+    for curves in FOLDER.glob(f"{task}-{steps}-*/curves.png"):
+        config = json.loads((curves.parent / "config.json").read_text())
+        if same(learning_args(config["args"])):
+            seeds[str(config["args"]["seed"])] = read_run(curves.parent)
+    seeds = {seed: seeds[seed] for seed in sorted(seeds, key=int)}
+    return {"command": "python " + " ".join(words), "args": args, "seeds": seeds}
 
 
 def bootstrap_interval(scores: np.ndarray, samples: int = 10_000) -> tuple[float, float]:
@@ -76,63 +111,66 @@ def bootstrap_interval(scores: np.ndarray, samples: int = 10_000) -> tuple[float
     return float(np.percentile(draws, 2.5)), float(np.percentile(draws, 97.5))
 
 
-def report(steps: int) -> None:
-    """Write results/mujoco_learning_{steps}.json, .md and .png from the finished runs of that length."""
-    import matplotlib.figure
+def text(score: float) -> str:
+    return "" if np.isnan(score) else f"{score:,.0f}" if abs(score) > 100 else f"{score:.1f}"
 
+
+def report(steps: int) -> None:
+    """Write results/mujoco_learning_{steps}.json, .md and .png from what is stored and the finished runs."""
     name = f"mujoco_learning_{steps // 1_000}k"
-    data: dict[str, Any] = {"machine": machine_info(["torch", "gymnasium", "mujoco", "numpy"]), "runs": {}}
-    rows, curves = [], {}
-    for task, (preset, published, source) in TASKS.items():
-        runs = sorted(FOLDER.glob(f"{task}-{steps}-*/curves.png"))
-        if not runs:
-            continue
-        evaluations = [read_columns(path.parent / "eval.csv") for path in runs]
-        seconds = np.array([read_columns(path.parent / "timing.csv")["time/seconds"][-1] for path in runs])
-        final = np.array([e["eval/mean_return"][-1] for e in evaluations])
-        best = np.array([e["eval/mean_return"].max() for e in evaluations])
-        seeds = [int(path.parent.name.rsplit("-", 1)[1]) for path in runs]
-        low, high = bootstrap_interval(final)
-        curves[task] = (evaluations, published)
-        data["runs"][task] = {
-            "command": "python " + " ".join(command(task, steps, seeds[0])),
-            "seeds": seeds,
-            "final": final.tolist(),
-            "best": best.tolist(),
-            "seconds": seconds.tolist(),
-            "curves": [{key: column.tolist() for key, column in e.items()} for e in evaluations],
-        }
+    path = RESULTS / f"{name}.json"
+    stored = json.loads(path.read_text())["tasks"] if path.exists() else {}
+    tasks = {task: merge(stored.get(task, {}), task, steps) for task in TASKS}
+    tasks = {task: result for task, result in tasks.items() if result["seeds"]}
+    rows = []
+    for task, result in tasks.items():
+        preset, published, source = TASKS[task]
+        runs = list(result["seeds"].values())
+        final = np.array([run["evaluations"]["mean_return"][-1] for run in runs])
+        best = np.array([max(run["evaluations"]["mean_return"]) for run in runs])
+        interval = " to ".join(map(text, bootstrap_interval(final))) if len(runs) >= 3 else ""
+        cpu = [run["cpu_seconds"] for run in runs if run["cpu_seconds"]]
         rows.append([
-            task, preset, len(seeds), f"{final.mean():,.0f}" if abs(final.mean()) > 100 else f"{final.mean():.1f}",
-            "" if len(seeds) < 3 else f"{low:,.0f} to {high:,.0f}" if abs(low) > 100 else f"{low:.1f} to {high:.1f}",
-            ", ".join(f"{x:,.0f}" if abs(x) > 100 else f"{x:.1f}" for x in final),
-            f"{best.mean():,.0f}" if abs(best.mean()) > 100 else f"{best.mean():.1f}",
-            "" if np.isnan(published) else f"{published:,g} ({source})", f"{np.median(seconds):.0f}",
+            task, preset, ", ".join(result["seeds"]), text(final.mean()), interval, ", ".join(map(text, final)),
+            text(best.mean()), f"{text(published)} ({source})" if source else "",
+            f"{np.median([run['seconds'] for run in runs]):.0f}", f"{np.median(cpu):.0f}" if cpu else "",
         ])  # fmt: skip
     header = ["task", "preset", "seeds", "final, mean", "95 % interval", "final, each seed", "best in training, mean",
-              "published", "seconds"]  # fmt: skip
-    page = f"# MuJoCo v5 at {steps:,} steps\n\n`python -m benchmarks.mujoco_learning`. Return of ten deterministic "
-    page += "episodes at the end of training, mean over seeds with a bootstrap interval; published scores are of older "
-    page += "task versions and other protocols, a guide only. Seconds are wall-clock, mostly of a busy machine.\n\n"
+              "published at 1 M", "seconds", "CPU seconds"]  # fmt: skip
+    page = (
+        f"# MuJoCo v5 at {steps:,} steps\n\n`python -m benchmarks.mujoco_learning --steps {steps}`. Return of ten "
+        "deterministic episodes of the last policy, mean over seeds with a bootstrap interval; published scores are of "
+        "older task versions and other protocols, a guide only. The presets were chosen on other seeds, 101 and up. "
+        "Seconds are medians of the wall-clock, mostly of a busy machine, and of the CPU time where it was taken.\n\n"
+    )
     page += markdown_table(header, rows)
-    page += f"\n![curves]({name}.png)\n\n" + machine_line(data["machine"])
-    write_results(name, data, page)
-    if curves:
-        columns = min(4, len(curves))
-        lines = -(-len(curves) // columns)
-        figure = matplotlib.figure.Figure(figsize=(3.6 * columns, 2.7 * lines), layout="constrained")
-        axes = list(np.atleast_1d(figure.subplots(lines, columns)).flat)
-        for axis, (task, (evaluations, published)) in zip(axes, curves.items(), strict=False):
-            for e in evaluations:
-                axis.plot(e["global_step"] / 1e6, e["eval/mean_return"], lw=1.2)
-            if not np.isnan(published):
-                axis.axhline(published, color="0.4", ls="--", lw=1)
-            axis.set_title(task, fontsize=9)
-            axis.grid(alpha=0.3)
-        for axis in axes[len(curves) :]:
-            axis.set_visible(False)
-        figure.supxlabel("million environment steps", fontsize=9)
-        figure.savefig(RESULTS / f"{name}.png", dpi=90)
+    info = machine_info(["torch", "gymnasium", "mujoco", "numpy"])
+    cpus = sorted({run["cpu"] for result in tasks.values() for run in result["seeds"].values()})
+    page += f"\n![curves]({name}.png)\n\nRuns on {' and '.join(cpus)}. The page: {machine_line(info)}"
+    write_results(name, {"machine": info, "tasks": tasks}, page)
+    if tasks:
+        draw(tasks, RESULTS / f"{name}.png")
+
+
+def draw(tasks: dict[str, Any], path: Path) -> None:
+    """A panel a task: every seed's evaluations, and the published score as a line."""
+    columns = min(4, len(tasks))
+    lines = -(-len(tasks) // columns)
+    figure = matplotlib.figure.Figure(figsize=(3.6 * columns, 2.7 * lines), layout="constrained")
+    axes = list(np.atleast_1d(figure.subplots(lines, columns)).flat)
+    for axis, (task, result) in zip(axes, tasks.items(), strict=False):
+        for run in result["seeds"].values():
+            steps = np.array(run["evaluations"]["global_step"])
+            axis.plot(steps / 1e6, run["evaluations"]["mean_return"], lw=1.2)
+        published = TASKS[task][1]
+        if not np.isnan(published):
+            axis.axhline(published, color="0.4", ls="--", lw=1)
+        axis.set_title(task, fontsize=9)
+        axis.grid(alpha=0.3)
+    for axis in axes[len(tasks) :]:
+        axis.set_visible(False)
+    figure.supxlabel("million environment steps", fontsize=9)
+    figure.savefig(path, dpi=90)
 
 
 def main() -> None:
