@@ -1141,7 +1141,6 @@ def learn(
                 episode_returns[n] = episode_lengths[n] = 0
                 if not terminated[n]:
                     cuts.append((t, int(n), infos["final_obs"][n]))
-        check_finite(logdir, first_env, actions, rewards=rewards, values=values)
         collected = time.perf_counter()
 
         # --- bootstrap --------------------------------------------------------------------------------
@@ -1152,6 +1151,7 @@ def learn(
                 next_values[list(steps), list(indices)] = agent.get_value(
                     torch.as_tensor(np.stack(final_obs), device=device)
                 )
+        check_finite(logdir, first_env, actions, rewards=rewards, values=values, next_values=next_values)
 
         # --- advantages -------------------------------------------------------------------------------
         advantages, returns = compute_gae(

@@ -1286,7 +1286,6 @@ def learn(
                     fixes.append(infos["fixes"][n])
                 if not terminated[n]:
                     cuts.append((t, int(n), infos["final_obs"][n]))
-        check_finite(logdir, first_env, actions, obs=obs, rewards=rewards)
         collected = time.perf_counter()
 
         # --- bootstrap --------------------------------------------------------------------------------
@@ -1299,6 +1298,7 @@ def learn(
                 steps, indices, final_obs = zip(*cuts, strict=True)
                 final_values = agent.get_value(torch.as_tensor(np.stack(final_obs), dtype=torch.float32, device=device))
                 next_values[list(steps), list(indices)] = final_values
+        check_finite(logdir, first_env, actions, obs=obs, rewards=rewards, next_values=next_values)
 
         # --- advantages -------------------------------------------------------------------------------
         advantages, returns = compute_gae(

@@ -361,7 +361,7 @@ def test_a_number_that_is_not_finite_stops_the_run_before_the_weights(
 def test_a_broken_final_observation_stops_the_run_too(continuous: ModuleType, run_tiny: Run, tmp_path: Path) -> None:
     """It is seen by the critic alone, in the bootstrap at a time limit."""
     logdir = tmp_path / "run"
-    with pytest.raises(FloatingPointError):
+    with pytest.raises(FloatingPointError, match="next_values of environment 2 is not finite at step 3 of the rollout"):
         run_tiny(env_id="Poison-obs-nan-v0", logdir=logdir, vec_env="sync", reset_steps=20, save_every=64)
     state = continuous.load_checkpoint(logdir / "latest.pt")
     assert state["counters"]["update"] == 1
