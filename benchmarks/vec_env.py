@@ -1,7 +1,7 @@
 """How fast are vector environments? SubprocVecEnv next to its peers and next to what the cores can do.
 
     python -m benchmarks.vec_env            # about three minutes; writes results/vec_env.{json,md,png}
-    python -m benchmarks.vec_env --quick    # about half a minute; prints only
+    python -m benchmarks.vec_env --quick    # about half a minute, into runs/bench
 
 All candidates step the same 16 environments with the same random actions, in turns (see `common.interleave`). The
 limit is what the cores can do without any vector environment: one process per core, each in a loop over its share of
@@ -28,12 +28,14 @@ from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from benchmarks.common import (
+    QUICK_RESULTS,
     RESULTS,
     interleave,
     machine_info,
     machine_line,
     markdown_table,
     median_ratio,
+    rows_of,
     summary,
     write_results,
 )
@@ -265,7 +267,7 @@ def plot(figures: dict[str, dict[str, list[float]]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds; writes nothing")
+    parser.add_argument("--quick", action="store_true", help="fewer and shorter rounds")
     quick = parser.parse_args().quick
     rounds, seconds = (3, 0.3) if quick else (9, 0.6)
     warnings.filterwarnings("ignore")
@@ -304,12 +306,11 @@ def main() -> None:
         + "\n"
         + machine_line(info)
     )
-    if quick:
-        print(text)
-        return
-    data = {"machine": info, "rounds": rounds, "seconds": seconds, "steps_per_second": figures, "overlap": overlap}
-    write_results("vec_env", data, text + "\n![fractions of the limit](vec_env.png)\n")
-    plot(figures, RESULTS / "vec_env.png")
+    compared = [row for task in figures for row in rows_of(task, figures[task], figures[task].keys() - {OURS})]
+    data = {"machine": info, "seconds": seconds, "rows": compared, "overlap": overlap}
+    folder = QUICK_RESULTS if quick else RESULTS
+    write_results("vec_env", data, text + "\n![fractions of the limit](vec_env.png)\n", folder)
+    plot(figures, folder / "vec_env.png")
 
 
 if __name__ == "__main__":
