@@ -70,6 +70,7 @@ class Worker:
 
     process: Any
     deadline: float
+    control: Any = None  # its row of SharedBatch.control, once that exists
 
     def __init__(self, index: int, env_indices: range) -> None:
         self.index = index
@@ -138,7 +139,7 @@ class WorkerPool:
         options: further fields of WorkerSetup.
     """
 
-    shared: SharedBatch
+    shared: SharedBatch | None = None
 
     def __init__(
         self,
@@ -183,16 +184,16 @@ class WorkerPool:
     def attach(self, shared: SharedBatch) -> None:
         """Share `shared` with all workers."""
         self.shared = shared
-        self._control = [row.data for row in shared.control]
         for worker in self.workers:
-            self._attach(worker)
+            self._attach(worker, shared)
 
-    def _attach(self, worker: Worker) -> None:
-        assert self.shared.descriptor is not None
-        self._control[worker.index][RUNNING] = IDLE
+    def _attach(self, worker: Worker, shared: SharedBatch) -> None:
+        worker.control = shared.control[worker.index].data
+        worker.control[RUNNING] = IDLE
+        assert shared.descriptor is not None
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # _receive will report it in full
-            worker.pipe.send(("attach", self.shared.arguments))
-            reduction.send_handle(worker.pipe, self.shared.descriptor, worker.process.pid)
+            worker.pipe.send(("attach", shared.arguments))
+            reduction.send_handle(worker.pipe, shared.descriptor, worker.process.pid)
         self._receive(worker, "start", self._deadline())
 
     def replace(self, error: WorkerError, begin_anew: Callable[[Worker], None]) -> None:
@@ -203,13 +204,14 @@ class WorkerPool:
         """
         worker = error.worker
         assert worker is not None
+        assert self.shared is not None
         while worker.failures <= MAX_RESTARTS:
             logger.warn("%s\nA new worker takes its place.", error)
             self.failure = None
             try:
                 self._start(worker)
                 self._constructed(worker)
-                self._attach(worker)
+                self._attach(worker, self.shared)
                 return begin_anew(worker)
             except WorkerError as next_error:
                 if next_error.worker is None:
@@ -220,26 +222,20 @@ class WorkerPool:
 
     # ---- commands and replies ---------------------------------------------------------------------------------
 
-    def step(self, workers: Sequence[Worker]) -> None:
-        """Let workers step their environments with the shared actions."""
-        self._dispatch(workers, STEP)
-
-    def request(self, name: str, requests: Requests, workers: Sequence[Worker] | None = None) -> None:
-        """Let workers run the method `name` on their part of `requests`."""
+    def request(self, name: str, requests: Requests | None = None, workers: Sequence[Worker] | None = None) -> None:
+        """Let workers run the method `name` on their part of `requests`, or step with the shared actions if None."""
         workers = self.workers if workers is None else workers
-        self._dispatch(workers, MESSAGE)
-        by_index = dict(requests)
-        for worker in workers:
-            part = [(i, by_index[i]) for i in worker.env_indices if i in by_index]
-            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # collect() will report it in full
-                worker.pipe.send((name, part))
-
-    def _dispatch(self, workers: Sequence[Worker], command: int) -> None:
         deadline = self._deadline()
         for worker in workers:
-            self._control[worker.index][COMMAND] = command
+            worker.control[COMMAND] = STEP if requests is None else MESSAGE
             worker.pending, worker.deadline = True, deadline
             worker.go.release()
+        if requests is not None:
+            by_index = dict(requests)
+            for worker in workers:
+                part = [(i, by_index[i]) for i in worker.env_indices if i in by_index]
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # collect() will report it in full
+                    worker.pipe.send((name, part))
 
     def collect(self, name: str, workers: Sequence[Worker], timeout: float | None = None) -> Results:
         """Wait for the workers' replies to `name`; return their results in the order of the environments.
@@ -273,7 +269,7 @@ class WorkerPool:
 
     def _take_reply(self, worker: Worker, name: str) -> None:
         worker.pending, worker.reply = False, ([], [])
-        if self._control[worker.index][REPLY] == PICKLED:
+        if worker.control[REPLY] == PICKLED:
             try:
                 worker.reply = pickle.loads(worker.pipe.recv_bytes())
             except (EOFError, ConnectionResetError):
@@ -283,7 +279,8 @@ class WorkerPool:
 
     def _receive(self, worker: Worker, name: str, deadline: float) -> Any:
         """Return a message that a worker sends without saying so by its semaphore, as it does while it starts."""
-        ready = connection.wait([worker.pipe, worker.process.sentinel], max(0.0, deadline - time.monotonic()))
+        left = max(0.0, deadline - time.monotonic())
+        ready = connection.wait([worker.pipe, worker.process.sentinel], left if left < 1e6 else None)
         if not ready:
             raise self._lost(worker, name, hung=True)
         try:
@@ -292,7 +289,7 @@ class WorkerPool:
             raise self._lost(worker, name) from None
 
     def _deadline(self) -> float:
-        return time.monotonic() + (1e9 if self.step_timeout is None else self.step_timeout)
+        return time.monotonic() + (math.inf if self.step_timeout is None else self.step_timeout)
 
     # ---- failures ---------------------------------------------------------------------------------------------
 
@@ -313,7 +310,7 @@ class WorkerPool:
     def _lost(self, worker: Worker, name: str, hung: bool = False) -> WorkerError:
         """Put an end to a worker that died or hung; return the report."""
         pid = worker.process.pid
-        running = self._control[worker.index][RUNNING] if hasattr(self, "_control") else IDLE
+        running = IDLE if worker.control is None else worker.control[RUNNING]
         if hung and hasattr(signal, "SIGUSR1"):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)  # makes its faulthandler write down where it is
@@ -340,7 +337,7 @@ class WorkerPool:
 
     def _describe(self, env_index: int) -> str:
         text = f"environment {env_index} (seed {self.seeds[env_index]}"
-        if hasattr(self, "shared"):
+        if self.shared is not None:
             text += f", last action {map_tree(self.shared.actions, lambda array: array[env_index].tolist())}"
         return text + ")"
 
@@ -364,8 +361,8 @@ class WorkerPool:
                 break
         for worker in living:
             if worker.started and not worker.pending:
-                if hasattr(self, "_control"):
-                    self._control[worker.index][COMMAND] = MESSAGE
+                if worker.control is not None:
+                    worker.control[COMMAND] = MESSAGE
                 worker.go.release()
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                     worker.pipe.send(("close", None))
@@ -373,5 +370,5 @@ class WorkerPool:
             if worker.started and not worker.pending:
                 worker.process.join(max(0.0, deadline - time.monotonic()))
         self._end_all()
-        if hasattr(self, "shared"):
+        if self.shared is not None:
             self.shared.close()

@@ -344,7 +344,7 @@ class SubprocVecEnv(VectorEnv):
             write_tree(part.actions, np.reshape(actions, (-1, 1)))
             self._pool.request("step", list(enumerate(actions, part.rows.start)), part.workers)
         else:
-            self._pool.step(part.workers)
+            self._pool.request("step", workers=part.workers)
         self._pending[part_index] = name
 
     def _end_step(self, part_index: int, name: str, timeout: float | None) -> StepReturn:

@@ -526,6 +526,13 @@ def test_a_step_that_timed_out_stays_pending_and_can_be_waited_for_again() -> No
     envs.close(terminate=True)
 
 
+def test_without_a_step_timeout_steps_may_take_their_time() -> None:
+    envs = make(2, SlowEnv, step_timeout=None)
+    envs.reset()
+    assert envs.step([1, 2])[1].tolist() == [1, 2]
+    envs.close()
+
+
 def test_copies_are_the_callers_and_views_are_shared() -> None:
     action = np.zeros((2, 2), np.float32)
     copying, viewing = make(2, NoiseEnv), make(2, NoiseEnv, copy=False)
