@@ -917,10 +917,10 @@ def check_finite(logdir: Path, first_env: int, actions: torch.Tensor, **rollout:
             )
 
 
-def check_gradients(logdir: Path, norms: torch.Tensor, minibatches: list[torch.Tensor]) -> None:
-    """Raise FloatingPointError if a gradient's norm, (n,), is not finite; its minibatch, of those in tensors (n, ...),
-    goes to postmortem.npz."""
-    bad = (~torch.isfinite(norms)).nonzero().flatten().tolist()
+def check_gradients(logdir: Path, steps: list[torch.Tensor], minibatches: list[torch.Tensor]) -> None:
+    """Raise FloatingPointError if the gradient's norm, the last of a step's metrics, is not finite; the step's
+    minibatch, of those in tensors (n, ...), goes to postmortem.npz."""
+    bad = [i for i, norm in enumerate(torch.stack(steps)[:, -1].tolist() if steps else []) if not math.isfinite(norm)]
     if bad:
         np.savez(logdir / "postmortem.npz", *[x[bad[0]].cpu() for x in minibatches])
         raise FloatingPointError(
@@ -1037,7 +1037,7 @@ def learn(
     networks = [flatten_parameters(network) for network in agent.networks(args)]
     moments = [(torch.zeros_like(n), torch.zeros_like(n), torch.zeros((), device=device)) for n in networks]
     rates = [torch.tensor(args.learning_rate, dtype=torch.float64, device=device)]  # as annealed
-    gradients_of, step = ppo_gradients, adam_step
+    gradients_of, optimizer_step = ppo_gradients, adam_step
     # Ranks normalise a minibatch's advantages before each takes its part of it.
     split_minibatches = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
     loss_args = replace(args, norm_adv=False) if split_minibatches else args
@@ -1045,16 +1045,17 @@ def learn(
     per_call = math.gcd(4, args.num_minibatches)  # four steps in one compiled call save a third of its time
 
     def learn_from(minibatches: list[torch.Tensor]) -> list[torch.Tensor]:
-        """A step on each minibatch of tensors (n, minibatch size, ...) in turn, until one exceeds --target-kl."""
-        metrics_of_steps = []
+        """A step on each minibatch of tensors (n, minibatch size, ...) in turn, until one exceeds --target-kl; returns
+        the metrics of each step."""
+        steps = []
         for minibatch in zip(*minibatches, strict=True):
             gradients, metrics = gradients_of(agent, minibatch, loss_args)
             ranks.average([*gradients, metrics])
             if args.target_kl is not None and float(metrics[APPROX_KL]) > args.target_kl:
                 break
-            grad_norm = step(networks, gradients, moments, rates, args)
-            metrics_of_steps.append(torch.cat([metrics, grad_norm]))
-        return metrics_of_steps
+            grad_norm = optimizer_step(networks, gradients, moments, rates, args)
+            steps.append(torch.cat([metrics, grad_norm]))
+        return steps
 
     if args.compile and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         print("No C++ compiler was found, so --compile is off.")
@@ -1065,7 +1066,7 @@ def learn(
         if args.target_kl is None and ranks.size == 1:
             learn_from = compiled(learn_from)
         else:  # what lies between gradient and step cannot be compiled
-            gradients_of, step = compiled(ppo_gradients), compiled(adam_step)
+            gradients_of, optimizer_step = compiled(ppo_gradients), compiled(adam_step)
 
     # The rollout, time-major: row t holds what happened at step t in each environment. Pictures stay bytes.
     obs_shape = (num_steps, num_envs, *vec_env.single_observation_space.shape)
@@ -1147,8 +1148,8 @@ def learn(
         with torch.no_grad():
             next_values = torch.cat([values[1:], agent.get_value(next_obs)[None]])
             if cuts:
-                steps, indices, final_obs = zip(*cuts, strict=True)
-                next_values[list(steps), list(indices)] = agent.get_value(
+                times, indices, final_obs = zip(*cuts, strict=True)
+                next_values[list(times), list(indices)] = agent.get_value(
                     torch.as_tensor(np.stack(final_obs), device=device)
                 )
         check_finite(logdir, first_env, actions, rewards=rewards, values=values, next_values=next_values)
@@ -1166,7 +1167,7 @@ def learn(
 
         # --- update -----------------------------------------------------------------------------------
         batch = [x.flatten(0, 1) for x in (b_obs, b_actions, b_log_probs, b_values, b_advantages, b_returns)]
-        metrics_of_steps: list[torch.Tensor] = []  # of each optimiser step: LOSS_METRICS and the gradient's norm
+        steps: list[torch.Tensor] = []  # the metrics of each: LOSS_METRICS and the gradient's norm
         for _ in range(args.update_epochs):
             order = torch.randperm(args.batch_size, device=device)  # detail 6: each transition once an epoch
             minibatches = [x[order].unflatten(0, (args.num_minibatches, -1)) for x in batch]
@@ -1174,16 +1175,15 @@ def learn(
                 *others, mb_advantages, mb_returns = minibatches
                 mb_advantages = normalize_advantages(mb_advantages.T, per_env=True).T  # a column a minibatch
                 minibatches = [x[:, ranks.rank :: ranks.size] for x in (*others, mb_advantages, mb_returns)]
-            taken: list[torch.Tensor] = []
+            before = len(steps)
             for i in range(0, args.num_minibatches, per_call):
-                taken += learn_from([x[i : i + per_call] for x in minibatches])
-                if len(taken) < i + per_call:  # --target-kl was exceeded
+                steps += learn_from([x[i : i + per_call] for x in minibatches])
+                if len(steps) < before + i + per_call:
                     break
-            metrics_of_steps += taken
-            check_gradients(logdir, torch.stack(taken)[:, -1], minibatches)
-            if len(taken) < args.num_minibatches:
+            check_gradients(logdir, steps[before:], minibatches)
+            if len(steps) < before + args.num_minibatches:  # --target-kl was exceeded
                 break
-        counters.minibatch_updates += len(metrics_of_steps)
+        counters.minibatch_updates += len(steps)
         counters.global_step += args.batch_size
         ended = [episode for episodes in ranks.gather_objects(ended) for episode in episodes]
         counters.episodes += len(ended)
@@ -1191,7 +1191,7 @@ def learn(
         counters.seconds += seconds
 
         # --- log --------------------------------------------------------------------------------------
-        means = torch.stack(metrics_of_steps).mean(0).tolist()
+        means = torch.stack(steps).mean(0).tolist() if steps else [math.nan] * (len(LOSS_METRICS) + 1)
         episodic = np.mean(ended, axis=0) if ended else np.full(3, math.nan)
         record = {
             **{f"train/{name}": value for name, value in zip([*LOSS_METRICS, "grad_norm"], means, strict=True)},
@@ -1199,7 +1199,7 @@ def learn(
             "train/value_abs_error": float((b_values - b_returns).abs().mean()),
             "train/advantage_std": advantage_std,
             "train/learning_rate": float(rates[0]),
-            "train/update_epochs_done": len(metrics_of_steps) / args.num_minibatches,
+            "train/update_epochs_done": len(steps) / args.num_minibatches,
             "rollout/episodic_return": float(episodic[0]),
             "rollout/episodic_length": float(episodic[1]),
             "rollout/success_rate": float(episodic[2]),

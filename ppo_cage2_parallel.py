@@ -1071,10 +1071,10 @@ def check_finite(logdir: Path, first_env: int, actions: torch.Tensor, **rollout:
             )
 
 
-def check_gradients(logdir: Path, norms: torch.Tensor, minibatches: list[torch.Tensor]) -> None:
-    """Raise FloatingPointError if a gradient's norm, (n,), is not finite; its minibatch, of those in tensors (n, ...),
-    goes to postmortem.npz."""
-    bad = (~torch.isfinite(norms)).nonzero().flatten().tolist()
+def check_gradients(logdir: Path, steps: list[torch.Tensor], minibatches: list[torch.Tensor]) -> None:
+    """Raise FloatingPointError if the gradient's norm, the last of a step's metrics, is not finite; the step's
+    minibatch, of those in tensors (n, ...), goes to postmortem.npz."""
+    bad = [i for i, norm in enumerate(torch.stack(steps)[:, -1].tolist() if steps else []) if not math.isfinite(norm)]
     if bad:
         np.savez(logdir / "postmortem.npz", *[x[bad[0]].cpu() for x in minibatches])
         raise FloatingPointError(
@@ -1176,7 +1176,7 @@ def learn(
     networks = [flatten_parameters(network) for network in agent.networks(args)]
     moments = [(torch.zeros_like(n), torch.zeros_like(n), torch.zeros((), device=device)) for n in networks]
     rates = [torch.tensor(args.learning_rate, dtype=torch.float64, device=device)]  # as annealed
-    gradients_of, step = ppo_gradients, adam_step
+    gradients_of, optimizer_step = ppo_gradients, adam_step
     # Ranks normalise a minibatch's advantages before each takes its part of it.
     split_minibatches = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
     # The entropy's weight is a tensor, because the compiler would take every new float for a new program.
@@ -1186,16 +1186,17 @@ def learn(
     per_call = math.gcd(4, args.num_minibatches)  # four steps in one compiled call save a third of its time
 
     def learn_from(minibatches: list[torch.Tensor]) -> list[torch.Tensor]:
-        """A step on each minibatch of tensors (n, minibatch size, ...) in turn, until one exceeds --target-kl."""
-        metrics_of_steps = []
+        """A step on each minibatch of tensors (n, minibatch size, ...) in turn, until one exceeds --target-kl; returns
+        the metrics of each step."""
+        steps = []
         for minibatch in zip(*minibatches, strict=True):
             gradients, metrics = gradients_of(agent, minibatch, loss_args)
             ranks.average([*gradients, metrics])
             if args.target_kl is not None and float(metrics[APPROX_KL]) > args.target_kl:
                 break
-            grad_norm = step(networks, gradients, moments, rates, args)
-            metrics_of_steps.append(torch.cat([metrics, grad_norm]))
-        return metrics_of_steps
+            grad_norm = optimizer_step(networks, gradients, moments, rates, args)
+            steps.append(torch.cat([metrics, grad_norm]))
+        return steps
 
     if args.compile and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         print("No C++ compiler was found, so --compile is off; with one, training is about twice as fast.")
@@ -1206,7 +1207,7 @@ def learn(
         if args.target_kl is None and ranks.size == 1:
             learn_from = compiled(learn_from)
         else:  # what lies between gradient and step cannot be compiled
-            gradients_of, step = compiled(ppo_gradients), compiled(adam_step)
+            gradients_of, optimizer_step = compiled(ppo_gradients), compiled(adam_step)
 
     # The rollout, time-major: row t holds what happened at step t in each environment.
     obs = torch.zeros((num_steps, num_envs, *vec_env.single_observation_space.shape), device=device)
@@ -1295,9 +1296,9 @@ def learn(
             log_probs, values = log_probs.view(num_steps, num_envs), values.view(num_steps, num_envs)
             next_values = torch.cat([values[1:], agent.get_value(next_obs)[None]])
             if cuts:
-                steps, indices, final_obs = zip(*cuts, strict=True)
+                times, indices, final_obs = zip(*cuts, strict=True)
                 final_values = agent.get_value(torch.as_tensor(np.stack(final_obs), dtype=torch.float32, device=device))
-                next_values[list(steps), list(indices)] = final_values
+                next_values[list(times), list(indices)] = final_values
         check_finite(logdir, first_env, actions, obs=obs, rewards=rewards, next_values=next_values)
 
         # --- advantages -------------------------------------------------------------------------------
@@ -1313,7 +1314,7 @@ def learn(
 
         # --- update -----------------------------------------------------------------------------------
         batch = [x.flatten(0, 1) for x in (b_obs, b_actions, b_log_probs, b_values, b_advantages, b_returns)]
-        metrics_of_steps: list[torch.Tensor] = []  # of each optimiser step: LOSS_METRICS and the gradient's norm
+        steps: list[torch.Tensor] = []  # the metrics of each: LOSS_METRICS and the gradient's norm
         for _ in range(args.update_epochs):
             order = torch.randperm(args.batch_size, device=device)  # detail 6: each transition once an epoch
             minibatches = [x[order].unflatten(0, (args.num_minibatches, -1)) for x in batch]
@@ -1321,16 +1322,15 @@ def learn(
                 *others, mb_advantages, mb_returns = minibatches
                 mb_advantages = normalize_advantages(mb_advantages.T, per_env=True).T  # a column a minibatch
                 minibatches = [x[:, ranks.rank :: ranks.size] for x in (*others, mb_advantages, mb_returns)]
-            taken: list[torch.Tensor] = []
+            before = len(steps)
             for i in range(0, args.num_minibatches, per_call):
-                taken += learn_from([x[i : i + per_call] for x in minibatches])
-                if len(taken) < i + per_call:  # --target-kl was exceeded
+                steps += learn_from([x[i : i + per_call] for x in minibatches])
+                if len(steps) < before + i + per_call:
                     break
-            metrics_of_steps += taken
-            check_gradients(logdir, torch.stack(taken)[:, -1], minibatches)
-            if len(taken) < args.num_minibatches:
+            check_gradients(logdir, steps[before:], minibatches)
+            if len(steps) < before + args.num_minibatches:  # --target-kl was exceeded
                 break
-        counters.minibatch_updates += len(metrics_of_steps)
+        counters.minibatch_updates += len(steps)
         counters.global_step += args.batch_size
         shares = ranks.gather_objects((ended, fixes))
         ended = [episode for episodes, _ in shares for episode in episodes]
@@ -1343,7 +1343,7 @@ def learn(
         def mean(values: list[float]) -> float:
             return sum(values) / len(values) if values else math.nan
 
-        means = torch.stack(metrics_of_steps).mean(0).tolist()
+        means = torch.stack(steps).mean(0).tolist() if steps else [math.nan] * (len(LOSS_METRICS) + 1)
         episodic = {
             "episodic_return": mean([r for r, _ in ended]),
             "episodic_length": mean([length for _, length in ended]),
@@ -1355,7 +1355,7 @@ def learn(
             "train/advantage_std": advantage_std,
             "train/learning_rate": float(rates[0]),
             "train/ent_coef": float(ent_coef),
-            "train/update_epochs_done": len(metrics_of_steps) / args.num_minibatches,
+            "train/update_epochs_done": len(steps) / args.num_minibatches,
             **{f"rollout/{name}": value for name, value in episodic.items()},
             # With a workflow, this includes the alignment reward.
             "rollout/mean_reward": float(ranks.gather(rewards).mean()) / args.reward_scale,

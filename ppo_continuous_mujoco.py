@@ -921,10 +921,10 @@ def check_finite(logdir: Path, first_env: int, actions: torch.Tensor, **rollout:
             )
 
 
-def check_gradients(logdir: Path, norms: torch.Tensor, minibatches: list[torch.Tensor]) -> None:
-    """Raise FloatingPointError if a gradient's norm, (n,), is not finite; its minibatch, of those in tensors (n, ...),
-    goes to postmortem.npz."""
-    bad = (~torch.isfinite(norms)).nonzero().flatten().tolist()
+def check_gradients(logdir: Path, steps: list[torch.Tensor], minibatches: list[torch.Tensor]) -> None:
+    """Raise FloatingPointError if the gradient's norm, the last of a step's metrics, is not finite; the step's
+    minibatch, of those in tensors (n, ...), goes to postmortem.npz."""
+    bad = [i for i, norm in enumerate(torch.stack(steps)[:, -1].tolist() if steps else []) if not math.isfinite(norm)]
     if bad:
         np.savez(logdir / "postmortem.npz", *[x[bad[0]].cpu() for x in minibatches])
         raise FloatingPointError(
@@ -1027,7 +1027,7 @@ def learn(
     moments = [(torch.zeros_like(n), torch.zeros_like(n), torch.zeros((), device=device)) for n in networks]
     learning_rates = [args.learning_rate, args.critic_learning_rate or args.learning_rate][: len(networks)]
     rates = [torch.tensor(rate, dtype=torch.float64, device=device) for rate in learning_rates]  # as annealed
-    gradients_of, step = ppo_gradients, adam_step
+    gradients_of, optimizer_step = ppo_gradients, adam_step
     # Ranks normalise a minibatch's advantages before each takes its part of it.
     split_minibatches = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
     loss_args = replace(args, norm_adv=False) if split_minibatches else args
@@ -1035,16 +1035,17 @@ def learn(
     per_call = math.gcd(4, args.num_minibatches)  # four steps in one compiled call save a third of its time
 
     def learn_from(minibatches: list[torch.Tensor]) -> list[torch.Tensor]:
-        """A step on each minibatch of tensors (n, minibatch size, ...) in turn, until one exceeds --target-kl."""
-        metrics_of_steps = []
+        """A step on each minibatch of tensors (n, minibatch size, ...) in turn, until one exceeds --target-kl; returns
+        the metrics of each step."""
+        steps = []
         for minibatch in zip(*minibatches, strict=True):
             gradients, metrics = gradients_of(agent, minibatch, loss_args)
             ranks.average([*gradients, metrics])
             if args.target_kl is not None and float(metrics[APPROX_KL]) > args.target_kl:
                 break
-            grad_norm = step(networks, gradients, moments, rates, args)
-            metrics_of_steps.append(torch.cat([metrics, grad_norm]))
-        return metrics_of_steps
+            grad_norm = optimizer_step(networks, gradients, moments, rates, args)
+            steps.append(torch.cat([metrics, grad_norm]))
+        return steps
 
     if args.compile and not any(map(shutil.which, ("c++", "g++", "clang++"))):
         print("No C++ compiler was found, so --compile is off; with one, training is about twice as fast.")
@@ -1055,7 +1056,7 @@ def learn(
         if args.target_kl is None and ranks.size == 1:
             learn_from = compiled(learn_from)
         else:  # what lies between gradient and step cannot be compiled
-            gradients_of, step = compiled(ppo_gradients), compiled(adam_step)
+            gradients_of, optimizer_step = compiled(ppo_gradients), compiled(adam_step)
 
     # The rollout, time-major: row t holds what happened at step t in each environment.
     obs = torch.zeros((num_steps, num_envs, *vec_env.single_observation_space.shape), device=device)
@@ -1148,16 +1149,16 @@ def learn(
             log_probs, values = log_probs.view(num_steps, num_envs), values.view(num_steps, num_envs)
             next_values = torch.cat([values[1:], agent.get_value(next_obs)[None]])
             if cuts:
-                steps, indices, final_obs = zip(*cuts, strict=True)
+                times, indices, final_obs = zip(*cuts, strict=True)
                 final_values = agent.get_value(torch.as_tensor(np.stack(final_obs), dtype=torch.float32, device=device))
-                next_values[list(steps), list(indices)] = final_values
+                next_values[list(times), list(indices)] = final_values
         check_finite(logdir, first_env, actions, obs=obs, rewards=rewards, next_values=next_values)
 
         # --- advantages -------------------------------------------------------------------------------
         gamma, targets = args.gamma, rewards
         if args.average_reward:  # differential values: delta = r - rho + V(s') - V(s)
-            rate_of_mean = args.average_reward_rate if counters.update > 1 else 1.0
-            counters.average_reward += rate_of_mean * (float(ranks.gather(rewards).mean()) - counters.average_reward)
+            weight = args.average_reward_rate if counters.update > 1 else 1.0
+            counters.average_reward += weight * (float(ranks.gather(rewards).mean()) - counters.average_reward)
             gamma, targets = 1.0, rewards - counters.average_reward
         advantages, returns = compute_gae(
             targets, values, next_values, terminations, truncations, gamma, args.gae_lambda
@@ -1171,7 +1172,7 @@ def learn(
 
         # --- update -----------------------------------------------------------------------------------
         batch = [x.flatten(0, 1) for x in (b_obs, b_actions, b_log_probs, b_values, b_advantages, b_returns)]
-        metrics_of_steps: list[torch.Tensor] = []  # of each optimiser step: LOSS_METRICS and the gradient's norm
+        steps: list[torch.Tensor] = []  # the metrics of each: LOSS_METRICS and the gradient's norm
         for _ in range(args.update_epochs):
             order = torch.randperm(args.batch_size, device=device)  # detail 6: each transition once an epoch
             minibatches = [x[order].unflatten(0, (args.num_minibatches, -1)) for x in batch]
@@ -1179,16 +1180,15 @@ def learn(
                 *others, mb_advantages, mb_returns = minibatches
                 mb_advantages = normalize_advantages(mb_advantages.T, per_env=True).T  # a column a minibatch
                 minibatches = [x[:, ranks.rank :: ranks.size] for x in (*others, mb_advantages, mb_returns)]
-            taken: list[torch.Tensor] = []
+            before = len(steps)
             for i in range(0, args.num_minibatches, per_call):
-                taken += learn_from([x[i : i + per_call] for x in minibatches])
-                if len(taken) < i + per_call:  # --target-kl was exceeded
+                steps += learn_from([x[i : i + per_call] for x in minibatches])
+                if len(steps) < before + i + per_call:
                     break
-            metrics_of_steps += taken
-            check_gradients(logdir, torch.stack(taken)[:, -1], minibatches)
-            if len(taken) < args.num_minibatches:
+            check_gradients(logdir, steps[before:], minibatches)
+            if len(steps) < before + args.num_minibatches:  # --target-kl was exceeded
                 break
-        counters.minibatch_updates += len(metrics_of_steps)
+        counters.minibatch_updates += len(steps)
         counters.global_step += args.batch_size
         shares = ranks.gather_objects((ended, raw_reward_sum))
         ended = [episode for episodes, _ in shares for episode in episodes]
@@ -1200,7 +1200,7 @@ def learn(
         def mean(values: list[float]) -> float:
             return sum(values) / len(values) if values else math.nan
 
-        means = torch.stack(metrics_of_steps).mean(0).tolist()
+        means = torch.stack(steps).mean(0).tolist() if steps else [math.nan] * (len(LOSS_METRICS) + 1)
         episodic = {
             "episodic_return": mean([r for r, _ in ended]),
             "episodic_length": mean([length for _, length in ended]),
@@ -1213,7 +1213,7 @@ def learn(
             "train/value_abs_error": float((b_values - b_returns).abs().mean()),
             "train/advantage_std": advantage_std,
             "train/learning_rate": float(rates[0]),
-            "train/update_epochs_done": len(metrics_of_steps) / args.num_minibatches,
+            "train/update_epochs_done": len(steps) / args.num_minibatches,
             "train/best_LTA": counters.best_LTA if math.isfinite(counters.best_LTA) else math.nan,
             "train/average_reward": counters.average_reward if args.average_reward else math.nan,
             **{f"rollout/{name}": value for name, value in episodic.items()},

@@ -534,6 +534,26 @@ def test_the_kl_limit_ends_an_update_before_the_step_that_would_break_it(run_tin
     assert max(columns(free["logdir"])["train/approx_kl"]) > 0.02
 
 
+@pytest.mark.parametrize(("rounding", "taken"), [(0.0, 3), (2e-3, 0)], ids=["epoch", "update"])
+def test_the_kl_limit_may_leave_an_epoch_or_an_update_without_a_step(
+    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch, rounding: float, taken: int
+) -> None:
+    """One minibatch an epoch: the first step is at a KL of 0 and goes too far for a second. In bfloat16 even the first
+    minibatch may have a KL, by rounding."""
+    original = continuous.ppo_gradients
+
+    def rounded(*args: Any) -> Any:
+        gradients, metrics = original(*args)
+        metrics[continuous.APPROX_KL] += rounding
+        return gradients, metrics
+
+    monkeypatch.setattr(continuous, "ppo_gradients", rounded)
+    settings = {"env_id": "Target-v0", "vec_env": "sync", "learning_rate": 0.1, "num_minibatches": 1}
+    result = run_tiny(update_epochs=4, target_kl=1e-3, **settings)
+    assert (result["update"], result["minibatch_updates"]) == (3, taken)
+    assert (Path(result["logdir"]) / "best.pt").exists()
+
+
 # ---- equal seeds, equal runs ----------------------------------------------------------------------------------------
 
 

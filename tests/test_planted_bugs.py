@@ -151,7 +151,7 @@ BUGS = {
     "tanh is too flat": Bug("2 * torch.sigmoid(2 * x) - 1", "2 * torch.sigmoid(x) - 1", "test_tanh_is_tanh"),
     # --- the loop
     "the reset observation is bootstrapped": Bug(
-        "next_values[list(steps), list(indices)] = final_values", "pass", KNOWN_VALUES
+        "next_values[list(times), list(indices)] = final_values", "pass", KNOWN_VALUES
     ),
     "a time limit is stored as a termination": Bug(
         "= torch.as_tensor(terminated), torch.as_tensor(truncated)",
