@@ -790,3 +790,41 @@ def test_a_compiled_run_is_repeatable_and_close_to_an_eager_one(run_tiny: Run) -
 def test_the_environments_under_test_are_registered() -> None:
     for env_id in ("KnownValues-v0", "Target-v0", "TwoQueue-v0"):
         assert gym.spec(env_id).max_episode_steps is None
+
+
+# ---- hints ----------------------------------------------------------------------------------------------------------
+
+HEALTHY = {"train/approx_kl": 0.01, "train/clip_fraction": 0.1, "train/entropy": 1.0, "train/advantage_std": 0.5,
+           "train/explained_variance": 0.8, "rollout/resets": 10.0}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("change", "progress", "said"),
+    [
+        ({}, 0.5, None),
+        ({"rollout/resets": 0.0}, 0.0, "no episode has ended yet"),
+        ({"train/advantage_std": 1e-5}, 0.5, "advantages differ by 1e-05 only"),
+        ({"train/approx_kl": 0.11}, 0.5, "(KL 0.11, 10% clipped): lower --learning-rate"),
+        ({"train/clip_fraction": 0.51}, 0.5, "(KL 0.01, 51% clipped): lower --learning-rate"),
+        ({"train/approx_kl": 0.1, "train/clip_fraction": 0.5}, 0.5, None),
+        ({"train/entropy": -2.1}, 0.4, "the entropy has fallen to -2.10 early"),
+        ({"train/entropy": -2.1}, 0.6, None),
+        ({"train/explained_variance": -3.0}, 0.2, "the critic explains 0% of the returns"),
+        ({"train/explained_variance": -3.0}, 0.05, None),
+        ({"train/explained_variance": math.nan}, 0.5, None),
+    ],
+)
+def test_a_hint_names_what_looks_wrong(
+    script: ModuleType, change: dict[str, float], progress: float, said: str | None
+) -> None:
+    advice = script.hint(HEALTHY | change, progress, lowest_entropy=-2.0)
+    assert advice is None if said is None else said in advice
+
+
+def test_hints_are_printed_at_evaluations_unless_switched_off(
+    continuous: ModuleType, run_tiny: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_tiny(reset_steps=1000)  # no episode ends
+    assert "hint: no episode has ended yet" in capsys.readouterr().out
+    run_tiny(reset_steps=1000, hints=False)
+    assert "hint:" not in capsys.readouterr().out
