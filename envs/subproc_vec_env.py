@@ -56,7 +56,7 @@ class SubprocVecEnv(VectorEnv):
         env_fns: one function per environment, which creates it, in a worker. Under forkserver and spawn it must
             survive cloudpickle.
         num_workers: number of processes. Default: one per CPU core that this process may use. Never more than
-            there are environments.
+            there are environments. More than cores can pay if a step costs much more in some environments.
         shared_memory: accepted for the sake of calls written for AsyncVectorEnv; memory is always shared.
         copy: return fresh arrays. With False the arrays are the shared ones, which the next step overwrites.
         context: "fork", "forkserver", "spawn", or None for Python's default. Fork starts fastest and takes the
