@@ -1458,7 +1458,7 @@ class SearchArgs:
     """steps of each environment between updates"""
     train_episodes_per_env: int = 50
     """episodes of each environment that an order is trained for, at most"""
-    learning_rate: float = 5e-4
+    learning_rate: float = 2e-4
     """Adam's step size in them, which decays linearly; a fresh policy learns better with 0.002"""
     compliance_threshold: float = 0.95
     """an order's training ends when its policy complies with it so far; see --compliance-threshold of training"""

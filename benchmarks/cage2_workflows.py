@@ -29,7 +29,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import matplotlib.figure
 import numpy as np
@@ -52,7 +52,7 @@ import ppo_cage2_parallel as script
 from envs.cage2.workflow import ORDERS, RANKS, UNIT_TYPES
 
 BASELINES = {"b_line": -20.2, "meander": -18.2}  # the source project's PPO without workflows, 100 steps
-RED_AGENTS: tuple[Literal["b_line", "meander"], ...] = ("b_line", "meander")
+RED_AGENTS = tuple(BASELINES)
 NUM_REPLAYS = 200
 BANDS = {"0-25": (0, 1), "25-50": (1, 2), "50-125": (2, 5), "125-250": (5, 10), "250-1250": (10, 50),
          "after": (50, None)}  # episodes in all, and updates of 25 episodes  # fmt: skip
@@ -220,12 +220,10 @@ def measure_sharing(shared: Path, num_orders: int, folder: Path, quick: bool) ->
 def document_args(num_envs: int, **values: Any) -> Any:
     """The document's training, of one order, from nothing."""
     preset = script.PRESETS["document"] | script.PRESETS["workflow"] | {"compliance_threshold": None}
-    return script.Args(
-        **(preset | {"num_envs": num_envs, "compile": False, "eval_every": 0, "eval_episodes": 1} | values)
-    )
+    return script.Args(**(preset | {"num_envs": num_envs, "eval_every": 0, "eval_episodes": 1} | values))
 
 
-def memory_and_speed(num_envs: int, vec_env: str, updates: int) -> dict[str, float]:
+def memory_and_speed(num_envs: int, vec_env: str, workflow: str | None, updates: int) -> dict[str, float]:
     """Steps per second and memory of a run in this (fresh) process. MiB: this process's peak, and what its workers had
     at their end, each page that several share counted once in all."""
     steps = updates * num_envs * 100
@@ -241,7 +239,7 @@ def memory_and_speed(num_envs: int, vec_env: str, updates: int) -> dict[str, flo
     setattr(script.SubprocVecEnv, "close", close_and_measure)  # noqa: B010
     with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()):
         run = document_args(num_envs, logdir=f"{scratch}/run", total_timesteps=steps, vec_env=vec_env,
-                            num_workers=num_envs)  # fmt: skip
+                            num_workers=num_envs, workflow=workflow)  # fmt: skip
         script.train(run)
         sps = script.read_csv(Path(scratch) / "run" / "timing.csv")["time/sps"]
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
@@ -292,15 +290,16 @@ def rollout_gradients(episodes: int, per_gradient: int) -> tuple[list[np.ndarray
 
 
 def measure_claims(folder: Path, quick: bool) -> None:
-    variants = {"1 environment": (1, "batch"), "25 environments": (25, "batch"),
-                "25 environments, a process each": (25, "subproc")}  # fmt: skip
+    order = ",".join(UNIT_TYPES)
+    variants = {"1 environment": (1, "batch", order), "25 environments": (25, "batch", order),
+                "25 environments, no workflow": (25, "batch", "none"),
+                "25 environments, a process each": (25, "subproc", order)}  # fmt: skip
     info = machine_info(["torch", "numpy", "numba"])
-    updates = 3 if quick else 20
+    updates = 3 if quick else 40
     speed: dict[str, list[dict[str, float]]] = {name: [] for name in variants}
     for _ in range(1 if quick else 3):
-        for name, (num_envs, kind) in variants.items():
-            more = updates * 10 if num_envs == 1 else updates
-            speed[name].append(in_fresh_process("cage2_workflows", num_envs, kind, more))
+        for name, variant in variants.items():
+            speed[name].append(in_fresh_process("cage2_workflows", *variant, updates))
     episodes = 50 if quick else 1000
     measured: dict[str, Any] = {"machine": info, "speed": speed}
     for per_gradient in (1, 25):
@@ -450,10 +449,10 @@ def claims_section(folder: Path) -> list[str]:
     one, many = claims["distinct_1"], claims["distinct_25"]
     return [
         "## The document's claims about 25 environments\n",
-        "Its preset, one order, not compiled: whole training loop, fresh processes in turn, medians.\n",
+        "Its preset, one order: whole training loop, fresh processes in turn, medians of three.\n",
         markdown_table(["", "steps/s", "episodes/s", "peak memory, MiB", "workers' memory, MiB"], rows),
         f"Variance of the first gradient, one episode over 25: {variance:.1f} (25 if episodes are independent). "
-        f"Distinct observations in a batch: {one:.1f} of 100 against {many:.0f} of 2,500, {many / one:.1f} times as many.\n",
+        f"Distinct observations in a batch: {one:.1f} of 100 against {many:.0f} of 2,500, {many / one:.1f} times.\n",
     ]
 
 
@@ -464,8 +463,8 @@ def quick() -> None:
     for red in RED_AGENTS:
         logdir = folder / f"cage2_workflows_{red}"
         shutil.rmtree(logdir, ignore_errors=True)
-        script.train(script.Args(workflow="any", red_agent=red, logdir=str(logdir), total_timesteps=25_600,
-                                 compile=False, eval_every=25_600, eval_episodes=10))  # fmt: skip
+        small: dict[str, Any] = {"red_agent": red, "total_timesteps": 25_600, "eval_every": 25_600, "eval_episodes": 10}
+        script.train(script.Args(workflow="any", logdir=str(logdir), compile=False, **small))
         measure_table(logdir / "latest.pt", logdir / "latest.pt", folder, True)
         measure_sharing(logdir / "latest.pt", 1, folder, True)
     measure_claims(folder, True)
@@ -480,11 +479,11 @@ def main() -> None:
     )
     parser.add_argument("--orders", type=int, default=10, help="orders of `sharing`")
     parser.add_argument("--quick", action="store_true", help="everything in small, into runs/bench")
-    parser.add_argument("--one", nargs=3, help=argparse.SUPPRESS)  # environments, kind, updates
+    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)  # environments, kind, workflow, updates
     options = parser.parse_args()
     if options.one:
-        num_envs, kind, updates = options.one
-        print(json.dumps(memory_and_speed(int(num_envs), kind, int(updates))))
+        num_envs, kind, workflow, updates = options.one
+        print(json.dumps(memory_and_speed(int(num_envs), kind, None if workflow == "none" else workflow, int(updates))))
         return
     commands: dict[str, Callable[[], None]] = {
         "table": lambda: measure_table(options.shared[0], ([*options.shared, None])[1], RESULTS, False),
