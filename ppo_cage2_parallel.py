@@ -1510,7 +1510,7 @@ def posterior_returns(args: SearchArgs, history: list[dict[str, Any]]) -> tuple[
     The process works with standardised returns; each has the standard error of its evaluation as noise. With
     --gp-gate, orders that were not complied with are left out.
     """
-    kept = [record for record in history if record["compliant"] or not args.gp_gate]
+    kept = accepted(args, history)
     if not kept:
         return np.full(len(ORDERS), np.nan), np.ones(len(ORDERS))
     returns, errors = (np.array([record[key] for record in kept]) for key in ("mean_return", "standard_error"))
@@ -1570,8 +1570,8 @@ def search(args: SearchArgs) -> int | None:
     middle of an order's training, goes on with --resume. Returns the signal that ended it early, if one did.
     """
     default = f"runs/search__{args.red_agent}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    logdir = Path(args.logdir or default)
-    file, history = logdir / "history.json", []
+    logdir, history = Path(args.logdir or default), []
+    file = logdir / "history.json"
     if args.resume:
         if args.logdir is None or not file.is_file():
             raise UsageError(f"--resume needs --logdir, the folder of a search to continue; {file} does not exist.")
@@ -1586,55 +1586,64 @@ def search(args: SearchArgs) -> int | None:
         if base.workflow != "any":
             raise UsageError(f"--shared {args.shared} was not trained with --workflow any, but {base.workflow}.")
     logdir.mkdir(parents=True, exist_ok=True)
+    interrupt = Interrupt()
+    try:
+        return explore(args, base, logdir, history, interrupt)
+    finally:
+        interrupt.restore()
+
+
+def explore(
+    args: SearchArgs, base: Args, logdir: Path, history: list[dict[str, Any]], interrupt: Interrupt
+) -> int | None:
+    """The loop of `search`: choose an order, train its policy, judge it, note it."""
 
     def save() -> None:
-        temporary = file.with_suffix(".tmp")
+        temporary = logdir / "history.tmp"
         temporary.write_text(json.dumps({"args": asdict(args), "history": history}, indent=1))
-        os.replace(temporary, file)
+        os.replace(temporary, logdir / "history.json")
 
     save()
     shared = None if args.shared is None else Path(args.shared)
     if shared is None and args.warm_start == "shared" and not args.fresh_policy_per_order:
-        run = replace(base, seed=args.seed, logdir=str(logdir / "shared"), total_timesteps=args.shared_timesteps)
         shared = logdir / "shared" / "latest.pt"
-        signum = train(replace(run, resume=shared.exists()))["signal"]
-        if signum:
-            return signum
-    while len(history) < args.n_workflows:
-        order = next_order(args, history)
-        start = shared
+        run = replace(base, seed=args.seed, logdir=str(shared.parent), total_timesteps=args.shared_timesteps)
+        interrupt.signum = train(replace(run, resume=shared.exists()))["signal"]
+    while len(history) < args.n_workflows and interrupt.signum is None:
+        order, start = next_order(args, history), shared
         if args.fresh_policy_per_order or (args.warm_start != "shared" and not history):
             start = None
         elif args.warm_start != "shared":
-            distance = [DISCORDANT[order, parse_workflow(record["workflow"])] for record in history]
-            nearest = int(np.argmin(distance)) if args.warm_start == "nearest" else -1
-            start = Path(history[nearest]["checkpoint"])
+            distances = [DISCORDANT[order, parse_workflow(record["workflow"])] for record in history]
+            start = Path(history[int(np.argmin(distances)) if args.warm_start == "nearest" else -1]["checkpoint"])
         record = try_order(args, base, order, start, logdir / f"{len(history) + 1:03d}_{'-'.join(ORDERS[order])}")
-        signum = record.pop("signal")
-        if signum:
-            return signum
-        history.append(record)
-        save()
-        best = ranked(args, history)[0]["mean_return"] if ranked(args, history) else math.nan
-        print(f"{len(history):>3} {record['workflow']}: return {record['mean_return']:.2f} +- "
-              f"{record['standard_error']:.2f}, compliance {record['compliance']:.3f} after {record['steps']:,} steps, "
-              f"{record['seconds']:.0f} s; best so far {best:.2f}", flush=True)  # fmt: skip
+        interrupt.signum = record.pop("signal") or interrupt.signum
+        if interrupt.signum is None:
+            history.append(record)
+            save()
+            print(f"{len(history):>3} {summary_of(record)} after {record['steps']:,} steps", flush=True)
+    if interrupt.signum:
+        print(f"stopped; continue with search --resume --logdir {logdir}")
+        return interrupt.signum
     with open(logdir / "search.csv", "w", newline="") as stream:
         writer = csv.DictWriter(stream, history[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(history)
     plot_search(args, history, logdir / "search.png")
     print("\nThe five best")
-    for record in ranked(args, history)[:5]:
-        print(f"{record['workflow']}: return {record['mean_return']:.2f} +- {record['standard_error']:.2f}, compliance "
-              f"{record['compliance']:.3f}, {record['checkpoint']}")  # fmt: skip
+    for record in sorted(accepted(args, history), key=lambda record: -record["mean_return"])[:5]:
+        print(f"{summary_of(record)}, {record['checkpoint']}")
     return None
 
 
-def ranked(args: SearchArgs, history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The orders tried, the largest return first; with --gp-gate only those that were complied with."""
-    kept = [record for record in history if record["compliant"] or not args.gp_gate]
-    return sorted(kept, key=lambda record: -record["mean_return"])
+def accepted(args: SearchArgs, history: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The orders tried; with --gp-gate only those whose compliance was confirmed."""
+    return [record for record in history if record["compliant"] or not args.gp_gate]
+
+
+def summary_of(record: dict[str, Any]) -> str:
+    return (f"{record['workflow']}: return {record['mean_return']:.2f} +- {record['standard_error']:.2f}, compliance "
+            f"{record['compliance']:.3f} ({'' if record['compliant'] else 'not '}confirmed)")  # fmt: skip
 
 
 def plot_search(args: SearchArgs, history: list[dict[str, Any]], path: Path) -> None:
@@ -1669,13 +1678,10 @@ def plot_search(args: SearchArgs, history: list[dict[str, Any]], path: Path) -> 
     compliance.invert_yaxis()
     compliance.legend(loc="lower left")
 
-    image = [
-        [mean[RANKS[:, unit] == rank].mean() for rank in range(len(UNIT_TYPES))] for unit in range(len(UNIT_TYPES))
-    ]
-    shown = places.imshow(image, cmap="viridis")
-    places.set(title="posterior mean return by place of a type", xticks=range(len(UNIT_TYPES)), xlabel="place",
-               yticks=range(len(UNIT_TYPES)), yticklabels=UNIT_TYPES)  # fmt: skip
-    places.set_xticklabels(range(1, len(UNIT_TYPES) + 1))
+    ranks = range(len(UNIT_TYPES))
+    shown = places.imshow([[mean[RANKS[:, unit] == rank].mean() for rank in ranks] for unit in ranks])
+    places.set(title="posterior mean return by place of a type", xlabel="place", xticks=ranks, yticks=ranks)
+    places.set(xticklabels=[rank + 1 for rank in ranks], yticklabels=UNIT_TYPES)
     figure.colorbar(shown, ax=places)
     figure.savefig(path, dpi=100)
 
