@@ -189,7 +189,7 @@ class InfoTable:
 
     def choose_layout(self, info: dict[str, Any]) -> None:
         """Make `info` decide the layout, if it fits. Only the parent does this."""
-        types = {key: (cell_type(value), type(value)) for key, value in info.items()}
+        types = {key: (cell_type(type(value)), type(value)) for key, value in info.items()}
         if len(types) > MAX_INFO_KEYS or any(cell is None for cell, _ in types.values()):
             return
         pickled = pickle.dumps(types)
@@ -232,8 +232,8 @@ class InfoTable:
         return infos
 
 
-def cell_type(value: Any) -> type | None:
-    """Return the type of a cell that holds `value` without loss, or None."""
-    if isinstance(value, int | np.integer):
+def cell_type(kind: type) -> type | None:
+    """Return the type of a cell that holds a value of type `kind` without loss, or None."""
+    if kind in (bool, int) or issubclass(kind, np.integer):
         return np.int64
-    return np.float64 if isinstance(value, float | np.float32 | np.float16) else None
+    return np.float64 if kind in (float, np.float64, np.float32, np.float16) else None

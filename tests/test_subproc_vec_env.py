@@ -168,6 +168,7 @@ def test_mujoco_infos_and_time_limits_equal_those_of_sync_vector_env() -> None:
             key: value.dtype for key, value in their_infos.items() if isinstance(value, np.ndarray)
         }
     assert sum("final_obs" in infos for *_, infos in ours) == 2
+    assert all(worker.reply == ([], []) for worker in envs._pool.workers)  # nothing of the last step was pickled
     envs.close()
 
 
