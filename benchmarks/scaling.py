@@ -150,19 +150,18 @@ def kib_per_environment(counts: list[int], memory_mib: list[float]) -> float:
 
 
 def draw(points: list[dict[str, Any]], path: Path) -> None:
-    """Steps per second and memory over the number of environments."""
+    """Steps per CPU second and memory over the number of environments."""
     import matplotlib.figure
 
-    figure = matplotlib.figure.Figure(figsize=(12, 4.8), layout="constrained")
-    for axis, key, label in zip(
-        figure.subplots(1, 2), ("steps_per_second", "memory_mib"), ("environment steps/s", "memory, MiB"), strict=True
-    ):
+    figure = matplotlib.figure.Figure(figsize=(12, 5.2), layout="constrained")
+    labels = {"steps_per_cpu_second": "environment steps per CPU second", "memory_mib": "memory, MiB"}
+    for axis, (key, label) in zip(figure.subplots(1, 2), labels.items(), strict=True):
         for kind in KINDS:
             line = [point for point in points if point["kind"] == kind and point["workers"] in (0, CORES)]
             axis.loglog([p["num_envs"] for p in line], [p[key] for p in line], "o-", ms=3, lw=1.2, label=kind)
         axis.set(xlabel="environments", ylabel=label)
         axis.grid(alpha=0.3)
-    figure.axes[0].legend(fontsize=7)
+    figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=100)
 
 
