@@ -1,6 +1,7 @@
 """Workflows on CAGE2: what each of the 120 orders is worth, what the search finds, what sharing a policy saves.
 
     python -m benchmarks.cage2_workflows table --shared runs/b_line/latest.pt runs/b_line_2/latest.pt  # minutes each
+    python -m benchmarks.cage2_workflows search --folders runs/search_b_line     # finished searches, with their times
     python -m benchmarks.cage2_workflows sharing --shared runs/b_line/latest.pt   # against policies from nothing
     python -m benchmarks.cage2_workflows claims       # the document's claims about 25 environments
     python -m benchmarks.cage2_workflows page         # replays, pictures and the results page from all of these
@@ -10,7 +11,8 @@ A shared policy comes from `python ppo_cage2_parallel.py --workflow any --red-ag
 played. `table` fine-tunes and evaluates every order as the search would, stores each at once and goes on where it was
 stopped; a second shared policy, of another seed, is only evaluated, to see whether orders differ or policies. In a
 search all evaluations have the same seeds, so that looking a return up in the table is what the search would have seen:
-`page` replays it, 200 times a rule. Results: cage2_workflows_{red agent}.json, ..._sharing_..., ..._claims.
+`page` replays it, 200 times a rule. Results: cage2_workflows_{red agent}.json, ..._search_..., ..._sharing_... and
+..._claims.
 """
 
 from __future__ import annotations
@@ -103,19 +105,18 @@ def measure_table(shared: Path, second: Path | None, folder: Path, quick: bool) 
 # ---- replays --------------------------------------------------------------------------------------------------------
 
 
-def document_rule(rng: np.random.Generator, tried: list[int], values: list[float]) -> int:
-    """The order that the document's code tries next: two at random, then the best of ten random candidates by a
-    weighted mean of what was seen plus sqrt(beta) (10 distance to the nearest + 1), beta = 2 / (1 + visits / 2).
-
-    Distances are Kendall's, over 10; how the mean is weighted is not handed down, so exp(-2 d^2), its kernel.
-    """
+def document_rule(rng: np.random.Generator, tried: list[int], values: list[float], num_candidates: int) -> int:
+    """The order that the document's code tries next: two at random, then, of some random candidates, the best by
+    sum(w y) / sum(w) + 2 / (1 + visits / 2) std, where w = exp(-2 d), d is Kendall's distance over 10, and std is 1 +
+    10 d to the nearest order tried, or 1 / (1 + visits) for an order tried before."""
     if len(tried) < 2:
         return int(rng.integers(len(ORDERS)))
-    candidates = rng.choice(len(ORDERS), 10, replace=False)
+    candidates = rng.choice(len(ORDERS), num_candidates, replace=False)
     distances = script.DISCORDANT[candidates][:, tried] / 10
-    weights = np.exp(-2 * distances**2)
+    weights = np.exp(-2 * distances)
     visits = (distances == 0).sum(1)
-    bound = weights @ np.array(values) / weights.sum(1) + np.sqrt(2 / (1 + visits / 2)) * (10 * distances.min(1) + 1)
+    std = np.where(visits > 0, 1 / (1 + visits), 10 * distances.min(1) + 1)
+    bound = weights @ np.array(values) / weights.sum(1) + 2 / (1 + visits / 2) * std
     return int(candidates[bound.argmax()])
 
 
@@ -132,8 +133,9 @@ def replay(rule: str, seed: int, table: list[dict[str, Any]], evaluations: int, 
     for t in range(evaluations):
         if rule == "random":
             order = int(shuffled[t])
-        elif rule == "document":
-            order = document_rule(rng, tried, [record["mean_return"] for record in history])
+        elif rule.startswith("document"):
+            candidates = len(ORDERS) if rule == "document_all" else 10
+            order = document_rule(rng, tried, [record["mean_return"] for record in history], candidates)
         else:
             order = script.next_order(args, history)
         seen = truth[order] + errors[order] * rng.normal()
@@ -144,8 +146,13 @@ def replay(rule: str, seed: int, table: list[dict[str, Any]], evaluations: int, 
     return truth.max() - truth[looks_best]
 
 
-RULES = {"gp": "GP-UCB, beta 4", "gp_srinivas": "GP-UCB, schedule / 5", "document": "the document's rule",
-         "random": "random"}  # fmt: skip
+RULES = {
+    "gp": "GP-UCB, beta 4",
+    "gp_srinivas": "GP-UCB, schedule / 5",
+    "document": "the document's rule, 10 candidates",
+    "document_all": "the document's rule, all 120",
+    "random": "random",
+}
 
 
 def replay_all(table: list[dict[str, Any]], replays: int, noise: bool) -> dict[str, np.ndarray]:
@@ -173,6 +180,51 @@ def landscape(table: list[dict[str, Any]]) -> dict[str, float]:
             levels, top = levels + 1, value
     return {"mean": returns.mean(), "best": returns.max(), "worst": returns.min(), "sd": returns.std(),
             "error": errors.mean(), "levels": levels, "explained_by_six": between.var() / returns.var()}  # fmt: skip
+
+
+# ---- searches -------------------------------------------------------------------------------------------------------
+
+
+def store_searches(folders: list[Path], results: Path) -> None:
+    """Keep the history of finished searches, with their time from the start of the shared policy's training."""
+    for logdir in folders:
+        saved = json.loads((logdir / "history.json").read_text())
+        args = script.known_args(script.load_checkpoint(logdir / "shared" / "latest.pt")["args"])
+        seconds = (logdir / "search.png").stat().st_mtime - (logdir / "shared" / "config.json").stat().st_mtime
+        shared = script.read_csv(logdir / "shared" / "timing.csv")["time/seconds"][-1]
+        data = {"machine": machine_info(["torch", "numpy", "numba"]), "red_agent": args.red_agent,
+                "version": args.version, "wall_seconds": seconds, "shared_seconds": shared, **saved}  # fmt: skip
+        name = f"cage2_workflows_search_{args.red_agent}"
+        (results / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
+        shutil.copyfile(logdir / "search.png", results / f"{name}.png")
+
+
+def search_section(folder: Path) -> list[str]:
+    rows = []
+    for red in RED_AGENTS:
+        path = folder / f"cage2_workflows_search_{red}.json"
+        if not path.exists():
+            continue
+        data = json.loads(path.read_text())
+        history = data["history"]
+        returns = sorted(record["mean_return"] for record in history)
+        good = [record for record in history if record["compliant"] and record["mean_return"] >= BASELINES[red]]
+        best = max(history, key=lambda record: record["mean_return"])
+        rows.append([red, data["version"], f"{sum(record['compliant'] for record in history)} of {len(history)}",
+                     f"{len(good)} of {len(history)}", f"{min(record['compliance'] for record in history):.3f}",
+                     f"{np.nanmean([record['strict_compliance'] for record in history]):.3f}",
+                     f"{returns[0]:.2f} to {returns[-1]:.2f}", f"{BASELINES[red]}", best["workflow"].replace(",", ", "),
+                     f"{data['wall_seconds'] / 60:.1f}", f"{data['shared_seconds'] / 60:.1f}"])  # fmt: skip
+    if not rows:
+        return []
+    header = ["red agent", "rules", "compliance 0.95 confirmed", "and the baseline's return", "least compliance",
+              "mean strict compliance", "returns", "baseline", "best order", "minutes", "of them: shared policy"]  # fmt: skip
+    return [
+        "## Whole searches\n",
+        "20 orders with the defaults of `search`, shared policy included. Baseline: the source project's PPO without "
+        "workflows, 100 steps, on the code of HEAD.\n",
+        markdown_table(header, rows),
+    ]
 
 
 # ---- sharing --------------------------------------------------------------------------------------------------------
@@ -405,7 +457,7 @@ def write_page(folder: Path, replays: int) -> None:
                          f"{with_noise.mean():.3f}"])  # fmt: skip
     lines += [markdown_table(["red agent", "rule", "regret ± standard error", "of random's", "best order found",
                               "regret, look-ups with noise"], rows)]  # fmt: skip
-    lines += sharing_section(folder) + claims_section(folder)
+    lines += search_section(folder) + sharing_section(folder) + claims_section(folder)
     info = machine_info(["torch", "numpy", "numba"])
     data = {"machine": info, "landscape": {red: landscape(table["orders"]) for red, table in tables.items()},
             "regret": {red: {rule: curves.mean(0).tolist() for rule, curves in by_rule.items()}
@@ -490,10 +542,11 @@ def quick() -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("command", nargs="?", choices=("table", "sharing", "claims", "page"))
+    parser.add_argument("command", nargs="?", choices=("table", "search", "sharing", "claims", "page"))
     parser.add_argument(
         "--shared", nargs="+", type=Path, help="latest.pt of a run with --workflow any, and of another seed"
     )
+    parser.add_argument("--folders", nargs="+", default=[], type=Path, help="of finished searches")
     parser.add_argument("--orders", type=int, default=10, help="orders of `sharing`")
     parser.add_argument("--quick", action="store_true", help="everything in small, into runs/bench")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)  # environments, kind, workflow, updates
@@ -504,6 +557,7 @@ def main() -> None:
         return
     commands: dict[str, Callable[[], None]] = {
         "table": lambda: measure_table(options.shared[0], ([*options.shared, None])[1], RESULTS, False),
+        "search": lambda: store_searches(options.folders, RESULTS),
         "sharing": lambda: measure_sharing(options.shared[0], options.orders, RESULTS, False),
         "claims": lambda: measure_claims(RESULTS, False),
         "page": lambda: write_page(RESULTS, NUM_REPLAYS),
