@@ -218,7 +218,8 @@ def search_section(folder: Path) -> list[str]:
     if not rows:
         return []
     header = ["red agent", "rules", "compliance 0.95 confirmed", "and the baseline's return", "least compliance",
-              "mean strict compliance", "returns", "baseline", "best order", "minutes", "shared policy's part"]  # fmt: skip
+              "mean strict compliance", "returns", "baseline", "best order", "minutes",
+              "shared policy's part"]  # fmt: skip
     return [
         "## Whole searches\n",
         "20 orders with the defaults of `search`, shared policy included. Baseline: the source project's PPO without "
