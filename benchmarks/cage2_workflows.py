@@ -386,7 +386,7 @@ def draw(tables: dict[str, dict[str, Any]], regrets: dict[str, dict[str, np.ndar
         errors = np.array([record["standard_error"] for record in table["orders"]])
         order = np.argsort(-returns)
         returns_axis.errorbar(range(len(order)), returns[order], errors[order], fmt=".", lw=0.7)
-        returns_axis.axhline(BASELINES[red], color="0.5", ls="--", lw=1, label="plain PPO of the source project")
+        returns_axis.axhline(BASELINES[red], color="0.5", ls="--", lw=1, label="plain PPO of the source project, HEAD")
         returns_axis.set(title=f"{red}: all orders", xlabel="order, best first", ylabel="mean return, 100 steps")
         returns_axis.legend()
         for rule, curves in regrets[red].items():
