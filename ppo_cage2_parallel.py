@@ -1175,12 +1175,12 @@ def learn(
     agent = Agent(vec_env, args).to(device)
     networks = [flatten_parameters(network) for network in agent.networks(args)]
     moments = [(torch.zeros_like(n), torch.zeros_like(n), torch.zeros((), device=device)) for n in networks]
-    rates = [torch.tensor(args.learning_rate, dtype=torch.float64, device=device)]  # as annealed
+    # What is annealed is a tensor: the compiler would take every new float for a new program.
+    rates = [torch.tensor(args.learning_rate, device=device)]
+    ent_coef: Any = torch.tensor(args.ent_coef, device=device)
     gradients_of, optimizer_step = ppo_gradients, adam_step
     # Ranks normalise a minibatch's advantages before each takes its part of it.
     split_minibatches = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
-    # The entropy's weight is a tensor, because the compiler would take every new float for a new program.
-    ent_coef: Any = torch.tensor(args.ent_coef, device=device)
     loss_args = replace(args, ent_coef=ent_coef, norm_adv=args.norm_adv and not split_minibatches)
 
     per_call = math.gcd(4, args.num_minibatches)  # four steps in one compiled call save a third of its time
@@ -1255,8 +1255,8 @@ def learn(
         started = time.perf_counter()
         counters.update += 1
         progress = (counters.update - 1) / args.num_updates
-        if args.anneal_lr:  # detail 4
-            rates[0].fill_(args.learning_rate * (1 - progress))
+        annealing = 1 - progress if args.anneal_lr else 1.0  # detail 4
+        rates[0].fill_(args.learning_rate * annealing)
         if args.anneal_ent:
             ent_coef.fill_(args.ent_coef * (1 - progress))
 
@@ -1353,7 +1353,7 @@ def learn(
             "train/explained_variance": explained_variance(b_values, b_returns),
             "train/value_abs_error": float((b_values - b_returns).abs().mean()),
             "train/advantage_std": advantage_std,
-            "train/learning_rate": float(rates[0]),
+            "train/learning_rate": args.learning_rate * annealing,
             "train/ent_coef": float(ent_coef),
             "train/update_epochs_done": len(steps) / args.num_minibatches,
             **{f"rollout/{name}": value for name, value in episodic.items()},

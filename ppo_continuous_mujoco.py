@@ -1026,7 +1026,8 @@ def learn(
     networks = [flatten_parameters(network) for network in agent.networks(args)]
     moments = [(torch.zeros_like(n), torch.zeros_like(n), torch.zeros((), device=device)) for n in networks]
     learning_rates = [args.learning_rate, args.critic_learning_rate or args.learning_rate][: len(networks)]
-    rates = [torch.tensor(rate, dtype=torch.float64, device=device) for rate in learning_rates]  # as annealed
+    # What is annealed is a tensor: the compiler would take every new float for a new program.
+    rates = [torch.tensor(learning_rate, device=device) for learning_rate in learning_rates]
     gradients_of, optimizer_step = ppo_gradients, adam_step
     # Ranks normalise a minibatch's advantages before each takes its part of it.
     split_minibatches = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
@@ -1109,9 +1110,11 @@ def learn(
         started = time.perf_counter()
         counters.update += 1
         progress = (counters.update - 1) / args.num_updates
+        annealing = 1.0
         if args.anneal_lr:  # detail 4
-            for rate, at_start in zip(rates, learning_rates, strict=True):
-                rate.fill_(at_start * (1 - progress if args.lr_decay == "linear" else 0.01**progress))
+            annealing = 1 - progress if args.lr_decay == "linear" else 0.01**progress
+        for rate, learning_rate in zip(rates, learning_rates, strict=True):
+            rate.fill_(learning_rate * annealing)
 
         # --- collect ----------------------------------------------------------------------------------
         noise = torch.randn((num_steps, args.num_envs, *action_space.shape), device=device)
@@ -1212,7 +1215,7 @@ def learn(
             "train/explained_variance": explained_variance(b_values, b_returns),
             "train/value_abs_error": float((b_values - b_returns).abs().mean()),
             "train/advantage_std": advantage_std,
-            "train/learning_rate": float(rates[0]),
+            "train/learning_rate": args.learning_rate * annealing,
             "train/update_epochs_done": len(steps) / args.num_minibatches,
             "train/best_LTA": counters.best_LTA if math.isfinite(counters.best_LTA) else math.nan,
             "train/average_reward": counters.average_reward if args.average_reward else math.nan,
