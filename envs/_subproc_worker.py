@@ -33,6 +33,8 @@ STEP, MESSAGE = 0, 1  # COMMAND: step with the shared actions, or read a (name, 
 EMPTY, PICKLED = 0, 1  # REPLY: all is in shared memory, or an (errors, results) message is in the pipe
 IDLE = -1  # RUNNING: the index of the environment whose code is running, or IDLE
 
+FAILED = object()  # in place of what an environment's step returns
+
 SPINS = 200  # polls, about 100 us, before a worker sleeps: to wake a sleeper takes tens of us, a small step less
 SMALL_MESSAGE = 32_768  # bytes that surely fit the pipe's buffer
 PARENT_CHECK_SECONDS = 1.0
@@ -244,10 +246,10 @@ class Worker:
                     self.lengths[slot] += 1
             except BaseException:
                 errors.append(EnvError.current(self.first + slot))
-                results.append(None)
+                results.append(FAILED)
         write_info, has_info = self.info_table.write, self.has_info
         for slot, result in enumerate(results):
-            if result is None:
+            if result is FAILED:
                 continue
             env_index = self.first + slot
             try:
@@ -256,17 +258,14 @@ class Worker:
                 self.rewards[slot] = reward
                 self.terminations[slot] = terminated
                 self.truncations[slot] = truncated
-                has_info[slot] = False
                 if terminated or truncated:
                     self.control[RUNNING] = env_index
                     observation, info = self.end_episode(slot, observation, info)
-                    if info:
-                        infos.append((env_index, info))
-                elif info:
-                    if write_info(env_index, info):
-                        has_info[slot] = True
-                    else:
-                        infos.append((env_index, info))
+                    has_info[slot] = False
+                else:
+                    has_info[slot] = bool(info) and write_info(env_index, info)
+                if info and not has_info[slot]:
+                    infos.append((env_index, info))
                 write_tree(self.observations[slot], observation)
             except BaseException:
                 errors.append(EnvError.current(env_index))

@@ -247,6 +247,21 @@ def test_an_info_that_cannot_be_pickled_is_an_error_of_its_environment() -> None
     close_in_time(envs)
 
 
+def test_a_step_that_returns_nothing_is_an_error_of_its_environment() -> None:
+    envs = SubprocVecEnv([CountEnv, CountEnv, NothingEnv, CountEnv], 2)
+    envs.reset()
+    with pytest.warns(UserWarning, match="Worker-2"), pytest.raises(TypeError, match="step in environment 2"):
+        envs.step([0, 0, 0, 0])
+    close_in_time(envs)
+
+
+class NothingEnv(CountEnv):
+    """Forgets to return anything."""
+
+    def step(self, action: int) -> Any:
+        super().step(action)
+
+
 class LockEnv(CountEnv):
     """Puts a lock into its info."""
 
@@ -629,9 +644,11 @@ def soak(num_steps: int, seconds_between_kills: float, min_kills: int) -> None:
         nonlocal kills
         while not stop.wait(seconds_between_kills):
             try:
-                os.kill(random.choice(envs._pool.workers).process.pid, signal.SIGKILL)
+                # Not one that was just replaced: on a busy machine it might be killed 4 times before its first step.
+                victim = random.choice([worker for worker in envs._pool.workers if worker.failures == 0])
+                os.kill(victim.process.pid, signal.SIGKILL)
                 kills += 1
-            except (ProcessLookupError, ValueError, AttributeError):
+            except (ProcessLookupError, ValueError, AttributeError, IndexError):
                 pass  # is just being replaced
 
     observations, _ = envs.reset(seed=0)
