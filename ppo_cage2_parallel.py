@@ -1741,6 +1741,8 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     name = play_args.checkpoint
     checkpoint = load_checkpoint(logdir / f"{name}.pt" if name in ("best", "latest") else Path(name))
     args = known_args(checkpoint["args"])
+    if play_args.workflow is not None and args.workflow is None:
+        raise UsageError(f"--workflow {play_args.workflow} means nothing to a policy trained without workflows.")
     chosen = {key: getattr(play_args, key) for key in ("red_agent", "version", "workflow", "max_steps")}
     args = replace(args, device="cpu", **{key: value for key, value in chosen.items() if value is not None})
     validate(args)

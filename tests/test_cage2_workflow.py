@@ -497,6 +497,7 @@ def test_two_ranks_with_workflows_learn_what_one_process_would(cage2: ModuleType
         (["--workflow", "any", "--compliance-threshold", "95"], ["--compliance-threshold", "[0, 1]", "95"]),
         (["--workflow", "any", "--init-from", "/nowhere.pt", "--no-compile"], ["/nowhere.pt"]),
         (["--workflow", "any", "--init-from", "results/cage2_best.pt", "--no-compile"], ["cage2_best.pt", "inputs"]),
+        (["play", "--checkpoint", "results/cage2_best.pt", "--workflow", "any"], ["--workflow any", "without"]),
         (["search", "--n-workflows", "121"], ["--n-workflows", "1..120", "121"]),
         (["search", "--resume"], ["--resume", "--logdir"]),
         (["search", "--shared", "results/cage2_best.pt"], ["cage2_best.pt", "--workflow any"]),
