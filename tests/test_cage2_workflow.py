@@ -8,6 +8,7 @@ import math
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -20,7 +21,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from envs.cage2 import ACTION_NAMES, HOSTS, workflow
-from tests.conftest import assert_same
+from tests.conftest import ROOT, assert_same
 from tests.test_cage2_script import tiny_args
 from tests.test_distributed import assert_close_runs, run_ranks, tiny
 from tests.test_resume import fork, wait
@@ -703,3 +704,24 @@ def test_play_tells_the_order_and_how_well_it_was_kept(
         summaries.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     assert all(0 <= summary["compliance"] <= 1 for summary in summaries)
     assert summaries[0] != summaries[1]
+
+
+# ---- the shipped policies -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("red_agent", "baseline"), [("b_line", -20.2), ("meander", -18.2)])
+def test_the_shipped_policies_keep_to_any_order_at_the_return_of_plain_ppo(
+    cage2: ModuleType, red_agent: str, baseline: float
+) -> None:
+    """Ten orders, 100 episodes each, rules of HEAD; the baseline is the source project's PPO without workflows."""
+    path = ROOT / "results" / f"cage2_workflow_{red_agent}.pt"
+    assert path.stat().st_size < 300 * 1024
+    args = cage2.known_args(cage2.load_checkpoint(path)["args"])
+    assert (args.red_agent, args.version, args.workflow) == (red_agent, "head", "any")
+    agent = cage2.Agent(cage2.make_envs(replace(args, num_envs=1)), args)
+    cage2.load_policy(agent, path)
+    for order in np.random.default_rng(0).permutation(120)[:10]:
+        run = replace(args, workflow=",".join(workflow.ORDERS[order]), eval_episodes=100)
+        result = cage2.evaluate(agent, run, seed=500_000)
+        assert result["compliance"] > 0.95, run.workflow
+        assert result["mean_return"] > baseline, run.workflow
