@@ -45,7 +45,7 @@ TASKS: dict[str, tuple[str, float, str]] = {
     "Reacher-v5": ("reach", -4.1, "Tianshou"),
     "Pusher-v5": ("reach", float("nan"), ""),
     "InvertedPendulum-v5": ("reach", 1000, "Tianshou"),
-    "InvertedDoublePendulum-v5": ("reach", 9231, "Tianshou"),
+    "InvertedDoublePendulum-v5": ("hopper", 9231, "Tianshou"),
 }
 
 
