@@ -746,7 +746,9 @@ class Logger:
 
 
 def read_csv(path: Path) -> dict[str, np.ndarray]:
-    """The columns of a log by name."""
+    """The columns of a log by name; none if nothing has been logged yet."""
+    if not path.exists():
+        return {}
     with open(path) as file:
         rows = list(csv.DictReader(file))
     return {name: np.array([float(row[name]) for row in rows]) for name in (rows[0] if rows else [])}
@@ -756,9 +758,9 @@ def plot_curves(logdir: Path) -> None:
     """Draw curves.png: how often Mario reaches the flag, and what to look at when that does not rise."""
     panels = ["rollout/success_rate", "rollout/episodic_return", "train/explained_variance",
               "train/entropy", "train/approx_kl", "train/clip_fraction"]  # fmt: skip
-    progress, evaluation = read_csv(logdir / "progress.csv"), {}
-    if (logdir / "eval.csv").exists():
-        evaluation = read_csv(logdir / "eval.csv")
+    progress, evaluation = read_csv(logdir / "progress.csv"), read_csv(logdir / "eval.csv")
+    if not progress:
+        return
     figure = matplotlib.figure.Figure(figsize=(13, 6), layout="constrained")
     for axis, name in zip(figure.subplots(2, 3).flat, panels, strict=True):
         axis.plot(progress["global_step"], progress[name], lw=1)

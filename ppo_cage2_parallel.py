@@ -912,7 +912,9 @@ class Logger:
 
 
 def read_csv(path: Path) -> dict[str, np.ndarray]:
-    """The columns of a log by name."""
+    """The columns of a log by name; none if nothing has been logged yet."""
+    if not path.exists():
+        return {}
     with open(path) as file:
         rows = list(csv.DictReader(file))
     return {name: np.array([float(row[name]) for row in rows]) for name in (rows[0] if rows else [])}
@@ -922,9 +924,9 @@ def plot_curves(logdir: Path) -> None:
     """Draw curves.png: the returns, and what to look at when they do not rise."""
     panels = ["rollout/episodic_return", "train/explained_variance", "train/entropy",
               "train/approx_kl", "train/clip_fraction", "train/value_loss"]  # fmt: skip
-    progress, evaluation = read_csv(logdir / "progress.csv"), {}
-    if (logdir / "eval.csv").exists():
-        evaluation = read_csv(logdir / "eval.csv")
+    progress, evaluation = read_csv(logdir / "progress.csv"), read_csv(logdir / "eval.csv")
+    if not progress:
+        return
     figure = matplotlib.figure.Figure(figsize=(13, 6), layout="constrained")
     for axis, name in zip(figure.subplots(2, 3).flat, panels, strict=True):
         axis.plot(progress["global_step"], progress[name], lw=1)
@@ -1760,8 +1762,7 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     red_actions: Counter[str] = Counter()
     fixes: list[np.ndarray] = []
     for red in reds:
-        # Gymnasium's infos cost time quadratic in the environments, so what red did is told for up to 100 episodes.
-        settings = {"state_in_info": play_args.episodes <= 100, "render_mode": render_mode, "red_agent": red}
+        settings = {"state_in_info": True, "render_mode": render_mode, "red_agent": red}
         vec_env = make_envs(replace(args, num_envs=at_once, num_workers=at_once), play_args.backend, **settings)
         if agent is None:
             agent = Agent(vec_env, args)

@@ -760,7 +760,9 @@ class Logger:
 
 
 def read_csv(path: Path) -> dict[str, np.ndarray]:
-    """The columns of a log by name."""
+    """The columns of a log by name; none if nothing has been logged yet."""
+    if not path.exists():
+        return {}
     with open(path) as file:
         rows = list(csv.DictReader(file))
     return {name: np.array([float(row[name]) for row in rows]) for name in (rows[0] if rows else [])}
@@ -770,9 +772,9 @@ def plot_curves(logdir: Path) -> None:
     """Draw curves.png: the returns, and what to look at when they do not rise."""
     panels = ["rollout/episodic_return", "train/explained_variance", "train/entropy",
               "train/approx_kl", "train/clip_fraction", "train/value_loss"]  # fmt: skip
-    progress, evaluation = read_csv(logdir / "progress.csv"), {}
-    if (logdir / "eval.csv").exists():
-        evaluation = read_csv(logdir / "eval.csv")
+    progress, evaluation = read_csv(logdir / "progress.csv"), read_csv(logdir / "eval.csv")
+    if not progress:
+        return
     figure = matplotlib.figure.Figure(figsize=(13, 6), layout="constrained")
     for axis, name in zip(figure.subplots(2, 3).flat, panels, strict=True):
         axis.plot(progress["global_step"], progress[name], lw=1)
@@ -1274,9 +1276,9 @@ def learn(
         evaluation = {name.removeprefix("eval/"): column[-1] for name, column in read_csv(logdir / "eval.csv").items()}
         outcome = f"evaluation {evaluation['mean_return']:.1f} +- {evaluation['std_return']:.1f}; run folder"
     logger.line(f"{counters.global_step:,} steps in {counters.seconds:.0f} s, {outcome} {logdir}", final=True)
-    return {"logdir": str(logdir), "signal": signum, **asdict(counters),
-            "mean_return": evaluation.get("mean_return", math.nan),
-            "stable": is_stable(-read_csv(logdir / "progress.csv")["rollout/mean_reward"])}  # fmt: skip
+    mean_rewards = read_csv(logdir / "progress.csv").get("rollout/mean_reward", np.zeros(0))
+    return {"logdir": str(logdir), "signal": signum, **asdict(counters), "stable": is_stable(-mean_rewards),
+            "mean_return": evaluation.get("mean_return", math.nan)}  # fmt: skip
 
 
 # ==========================================================================================================

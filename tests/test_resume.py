@@ -392,6 +392,23 @@ def test_a_signal_ends_the_run_cleanly_and_it_can_go_on(
     assert_same(weights(logdir), weights(tmp_path / "whole"))
 
 
+def test_a_signal_before_the_first_update_leaves_a_run_to_continue(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    logdir, output, logger = tmp_path / "run", tmp_path / "output.txt", script.Logger
+
+    def signalled(*args: Any, **kwargs: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return logger(*args, **kwargs)
+
+    monkeypatch.setattr(script, "Logger", signalled)
+    argv = ["--configs", "debug", "--logdir", str(logdir)]
+    assert wait(fork(lambda: script.main(argv), output)) == 143, output.read_text()
+    assert "Traceback" not in output.read_text()
+    assert f"continue with --resume --logdir {logdir}" in output.read_text()
+    assert torch.load(logdir / "latest.pt", weights_only=True)["counters"]["update"] == 0
+
+
 def test_a_second_interrupt_stops_at_once(continuous: ModuleType, quiet: None, tmp_path: Path) -> None:
     logdir, started = tmp_path / "run", tmp_path / "started"
 
