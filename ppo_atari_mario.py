@@ -1,7 +1,8 @@
-"""PPO from pixels with discrete actions: Super Mario Bros on a real emulator.
+"""PPO from pixels with discrete actions: Super Mario Bros on a real emulator, and Atari games.
 
     python ppo_atari_mario.py                                    # Mario learns to reach the flag of World 1-1
     python ppo_atari_mario.py --backend fceumm --env-id Mario-2-1  # another stage, on the fast emulator
+    python ppo_atari_mario.py --configs atari --env-id ALE/Pong-v5  # an Atari game (pip install ale-py)
     python ppo_atari_mario.py play --logdir runs/... --save-gif  # watch the best checkpoint
 
 A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.json, TensorBoard events,
@@ -51,12 +52,14 @@ from torch.distributed.elastic.multiprocessing.errors import record as report_er
 from torch.optim.adam import adam
 from torch.utils.tensorboard import SummaryWriter
 
+from envs.atari import AtariError, AtariGame
 from envs.mario import MarioBackendError, MarioEnv, available_backends
 from envs.nes_core import INSTALL, resolve_backend
 from envs.subproc_vec_env import SubprocVecEnv
 
 SCRIPT = Path(__file__).stem
 FORMAT = "ppo_atari_mario/2"  # what a checkpoint holds; a copy of the script keeps it
+MAX_VIDEO_FRAMES = 600  # of an episode, 40 seconds of play: an Atari game may last half an hour
 
 
 # ==========================================================================================================
@@ -66,7 +69,8 @@ FORMAT = "ppo_atari_mario/2"  # what a checkpoint holds; a copy of the script ke
 class Args:
     # --- the run
     env_id: str = "Mario-1-1"
-    """Mario-1-1 to Mario-8-4; several stages as Mario-1-1,2-1; Mario-random (of all 32); Mario-full (the game)"""
+    """Mario-1-1 to Mario-8-4; several stages as Mario-1-1,2-1; Mario-random (of all 32); Mario-full (the game);
+    or an Atari game, as ALE/Breakout-v5"""
     seed: int = 1
     """seed of networks, sampling and environments (environment n gets seed + n)"""
     total_timesteps: int = 1_500_000
@@ -130,11 +134,15 @@ class Args:
     stuck_steps: int = 150
     """steps without new ground after which the episode ends like a death; 0: never"""
     max_episode_steps: int = 0
-    """time limit of an episode in steps (a truncation); 0: the game's own clock alone"""
+    """time limit of an episode in steps (a truncation); 0: the game's own clock alone, half an hour in Atari games"""
     noop_max: int = 30
     """an episode begins with 0 to this many frames of waiting, drawn at random, in training and evaluation"""
     sticky_action_probability: float = 0.25
     """probability, in each frame, that the console misses a change of the buttons, in training and evaluation"""
+    sign_reward: bool = True
+    """Atari games: learn from the sign of each reward; what is reported are points"""
+    episodic_life: bool = True
+    """Atari games: the loss of a life ends the learner's episode, though the game goes on"""
 
     # --- PPO
     num_steps: int = 128
@@ -191,6 +199,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     # the setting of a widely read Mario guide; it asked for 8-12 hours of a GPU
     "document": {"seed": 0, "total_timesteps": 10_000_000, "obs": "rgb64", "max_pool": True, "reward": "document",
                  "stuck_steps": 0, "learning_rate": 2.5e-4, "anneal_lr": False, "gamma": 0.99, "ent_coef": 0.03},
+    # Schulman et al. 2017, table 5, as CleanRL reads it; evaluations are of whole games, and so are dear
+    "atari": {"env_id": "ALE/Breakout-v5", "total_timesteps": 10_000_000, "num_envs": 8, "learning_rate": 2.5e-4,
+              "gamma": 0.99, "num_minibatches": 4, "clip_coef": 0.1, "clip_vloss": True, "eval_every": 1_000_000},
     "explore": {"ent_coef": 0.05, "learning_rate": 1e-4},
     "fast": {"total_timesteps": 2_000_000, "num_envs": 8, "num_minibatches": 8, "update_epochs": 3},
     "debug": {"total_timesteps": 100_000, "num_envs": 4, "num_steps": 64, "num_minibatches": 4, "update_epochs": 2,
@@ -201,6 +212,10 @@ PRESETS: dict[str, dict[str, Any]] = {
 RESUMABLE = {"total_timesteps", "logdir", "resume", "device", "torch_threads", "num_workers", "eval_every",
              "eval_episodes", "save_every", "keep_checkpoints", "track", "capture_video", "video_episodes",
              "video_fps", "hints", "explain"}  # fmt: skip
+
+# What one kind of game alone knows: to set it for the other is a mistake.
+MARIO_ONLY = ("backend", "obs", "action_set", "max_pool", "mask_score", "reward", "stuck_steps")
+ATARI_ONLY = ("sign_reward", "episodic_life")
 
 
 class UsageError(ValueError):
@@ -257,11 +272,14 @@ def check_ranges(args: Args) -> None:
 def validate(args: Args) -> None:
     """Raise UsageError, one sentence with the numbers in it, for arguments that cannot work."""
     check_ranges(args)
-    if not args.env_id.startswith("Mario-"):
-        raise UsageError(f"There is no environment {args.env_id!r}; try Mario-1-1, Mario-1-1,2-1, Mario-random.")
+    if not args.env_id.startswith(("Mario-", "ALE/")):
+        raise UsageError(f"There is no environment {args.env_id!r}; try Mario-1-1, Mario-random, ALE/Breakout-v5.")
+    for name in MARIO_ONLY if is_atari(args) else ATARI_ONLY:
+        if getattr(args, name) != getattr(Args, name):
+            raise UsageError(f"{flag(name)} means nothing to {args.env_id}: leave it out.")
     try:
         make_env(args).close()
-    except (ValueError, MarioBackendError) as error:  # an option out of its range, or no emulator
+    except (ValueError, MarioBackendError, AtariError) as error:  # an option out of its range, or no emulator
         raise UsageError(str(error)) from None
     if args.gamma == 1 and args.stuck_steps == 0:
         raise UsageError("--gamma 1 needs episodes that end soon: set --stuck-steps above 0 or --gamma below 1.")
@@ -493,9 +511,30 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
 # ==========================================================================================================
 # Environments and evaluation
 # ==========================================================================================================
+def is_atari(args: Args) -> bool:
+    return args.env_id.startswith("ALE/")
+
+
 def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
     """One game; called in the worker process that plays it."""
-    env: gym.Env = MarioEnv(
+    env = (make_atari if is_atari(args) else make_mario)(args, None if render_mode is None else "rgb_array")
+    return gym.wrappers.HumanRendering(env) if render_mode == "human" else env
+
+
+def make_atari(args: Args, render_mode: str | None) -> gym.Env:
+    return AtariGame(
+        args.env_id,
+        frame_stack=args.frame_stack or 4,
+        skip=args.skip,
+        noop_max=args.noop_max,
+        sticky_action_probability=args.sticky_action_probability,
+        max_episode_steps=args.max_episode_steps,
+        render_mode=render_mode,
+    )
+
+
+def make_mario(args: Args, render_mode: str | None) -> gym.Env:
+    return MarioEnv(
         args.env_id.removeprefix("Mario-"),
         args.backend,
         action_set=args.action_set,
@@ -509,9 +548,8 @@ def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
         max_episode_steps=args.max_episode_steps,
         noop_max=args.noop_max,
         sticky_action_probability=args.sticky_action_probability,
-        render_mode=None if render_mode is None else "rgb_array",
+        render_mode=render_mode,
     )
-    return gym.wrappers.HumanRendering(env) if render_mode == "human" else env
 
 
 def make_envs(args: Args, render_mode: str | None = None, num_rendered: int = 1) -> VectorEnv:
@@ -533,9 +571,10 @@ def evaluate(
 
     The emulator has no randomness of its own: what tells episodes apart is the waiting before their start and the
     sticky actions. Episode i draws both from seed + i, so that two evaluations differ by their policies alone.
-    Returns success_rate (flag or axe reached), mean_return, std_return, mean_length, the lists successes, returns
-    and lengths, and, with render_mode "rgb_array", frames: the first `args.video_episodes` episodes side by side,
-    (height, width, 3) uint8, where an episode that has ended shows its last frame.
+    Returns success_rate (flag or axe reached; nan for Atari games, which have neither), mean_return, std_return,
+    mean_length, the lists successes, returns and lengths, and, with render_mode "rgb_array", frames: the first
+    `args.video_episodes` episodes side by side, (height, width, 3) uint8, where an episode that has ended shows its
+    last frame, and at most MAX_VIDEO_FRAMES of them.
     """
     num_envs = args.eval_episodes
     num_rendered = min(num_envs, args.video_episodes)
@@ -557,17 +596,18 @@ def evaluate(
         returns += rewards * running
         lengths += running
         ended = (terminated | truncated) & running
-        if ended.any():
+        if ended.any() and not is_atari(args):
             successes |= ended & infos["final_info"]["flag_get"].astype(bool)
         running &= ~ended
         if render_mode == "rgb_array":
             now = vec_env.render()
             pictures = [now[n] if running[n] or frames == [] else pictures[n] for n in range(num_rendered)]
             frames.append(np.concatenate(pictures, axis=1))
-            if not running[:num_rendered].any():
+            if not running[:num_rendered].any() or len(frames) == MAX_VIDEO_FRAMES:
                 render_mode = None
     vec_env.close()
-    return {"success_rate": float(successes.mean()), "mean_return": float(returns.mean()),
+    success_rate = math.nan if is_atari(args) else float(successes.mean())
+    return {"success_rate": success_rate, "mean_return": float(returns.mean()),
             "std_return": float(returns.std()), "mean_length": float(lengths.mean()), "frames": frames,
             "successes": successes.tolist(), "returns": returns.tolist(), "lengths": lengths.tolist()}  # fmt: skip
 
@@ -1003,10 +1043,11 @@ def train(args: Args) -> dict[str, Any]:
     reach the weights. A signal ends the run early and cleanly; its number is then in the result as "signal".
     """
     validate(args)
-    backend: Any = resolve_backend(args.backend)
-    args = replace(args, backend=backend)  # a policy belongs to the emulator that it was trained on
-    if "fceumm" not in available_backends():
-        print(f"FCEUmm would emulate about five times as fast: {INSTALL['fceumm']}; then add --backend fceumm.")
+    if not is_atari(args):
+        backend: Any = resolve_backend(args.backend)
+        args = replace(args, backend=backend)  # a policy belongs to the emulator that it was trained on
+        if "fceumm" not in available_backends():
+            print(f"FCEUmm would emulate about five times as fast: {INSTALL['fceumm']}; then add --backend fceumm.")
 
     ranks = Ranks(args)
     logdir, checkpoint = ranks.run_once(open_run, args)
@@ -1035,6 +1076,7 @@ def learn(
 
     assert vec_env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP  # so that final_obs below exists
     num_actions = int(vec_env.single_action_space.n)
+    sign_reward = is_atari(args) and args.sign_reward
     agent = Agent(vec_env, args).to(device)
     networks = [flatten_parameters(network) for network in agent.networks(args)]
     moments = [(torch.zeros_like(n), torch.zeros_like(n), torch.zeros((), device=device)) for n in networks]
@@ -1123,7 +1165,7 @@ def learn(
 
         # --- collect ----------------------------------------------------------------------------------
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
-        ended: list[tuple[float, int, bool]] = []  # (return, length, flag reached) of the episodes that ended
+        ended: list[tuple[float, int, float]] = []  # (return, length, flag reached) of the episodes that ended
         env_time = 0.0
         for t in range(num_steps):
             obs[t] = next_obs
@@ -1136,11 +1178,13 @@ def learn(
             env_time += time.perf_counter() - before_step
             episode_returns += reward
             episode_lengths += 1
-            rewards[t] = torch.as_tensor(reward)
-            terminations[t], truncations[t] = torch.as_tensor(terminated), torch.as_tensor(truncated)
+            rewards[t] = torch.as_tensor(np.sign(reward) if sign_reward else reward)  # detail 19
+            life_lost = infos.get("life_lost", False) if args.episodic_life else False
+            terminations[t] = torch.as_tensor(terminated | life_lost)  # detail 16
+            truncations[t] = torch.as_tensor(truncated)
             next_obs = torch.as_tensor(env_obs, device=device)
             for n in np.flatnonzero(terminated | truncated):
-                success = bool(infos["final_info"]["flag_get"][n])
+                success = math.nan if is_atari(args) else float(infos["final_info"]["flag_get"][n])
                 ended.append((float(episode_returns[n]), int(episode_lengths[n]), success))
                 episode_returns[n] = episode_lengths[n] = 0
                 if not terminated[n]:
@@ -1222,8 +1266,8 @@ def learn(
                   "inference_share": 1 - env_share - update_share, "update_share": update_share}  # fmt: skip
         logger.write("timing.csv", counters.global_step, {f"time/{name}": value for name, value in timing.items()})
         eta = (args.total_timesteps - counters.global_step) * counters.seconds / counters.global_step
-        logger.line(f"step {counters.global_step:>10,} | {sps:>7,.0f} steps/s | return {episodic[0]:>8.2f} | flags "
-                    f"{episodic[2]:>4.0%} | best evaluation {counters.best_success_rate:.0%} | KL "
+        flags = "" if is_atari(args) else f"| flags {episodic[2]:>4.0%}, at best {counters.best_success_rate:.0%} "
+        logger.line(f"step {counters.global_step:>10,} | {sps:>7,.0f} steps/s | return {episodic[0]:>8.2f} {flags}| KL "
                     f"{record['train/approx_kl']:.4f} | {eta / 60:.1f} min left")  # fmt: skip
 
         # --- evaluate ---------------------------------------------------------------------------------
@@ -1239,9 +1283,9 @@ def learn(
             if args.capture_video and ranks.rank == 0:
                 small = [np.asarray(frame)[::2, ::2] for frame in evaluation["frames"]]
                 log_video(logger, small, args.video_fps, counters.global_step)
-            score = (evaluation["success_rate"], evaluation["mean_return"])
-            if score > (counters.best_success_rate, counters.best_return):
-                counters.best_success_rate, counters.best_return = score
+            ranking = (np.nan_to_num(evaluation["success_rate"]).item(), evaluation["mean_return"])
+            if ranking > (counters.best_success_rate, counters.best_return):
+                counters.best_success_rate, counters.best_return = ranking
                 save("best.pt")
             advice = hint(record, progress, 0.05 * math.log(num_actions)) if args.hints else None
             if advice:
@@ -1264,8 +1308,10 @@ def learn(
     else:
         update_leaderboard(logdir, args, counters.best_return, counters.global_step)
         evaluation = {name.removeprefix("eval/"): column[-1] for name, column in read_csv(logdir / "eval.csv").items()}
-        outcome = (f"flag in {evaluation['success_rate']:.0%} of {args.eval_episodes} evaluation episodes, best "
-                   f"{counters.best_success_rate:.0%}; run folder")  # fmt: skip
+        score = f"mean return {evaluation['mean_return']:.1f}"
+        if not is_atari(args):
+            score = f"flag in {evaluation['success_rate']:.0%} (at best {counters.best_success_rate:.0%})"
+        outcome = f"{score} of {args.eval_episodes} evaluation episodes; run folder"
     logger.line(f"{counters.global_step:,} steps in {counters.seconds:.0f} s, {outcome} {logdir}", final=True)
     return {"logdir": str(logdir), "signal": signum, **asdict(counters),
             "success_rate": evaluation.get("success_rate", math.nan),
@@ -1319,14 +1365,15 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
         episode = evaluate(agent, args, not play_args.stochastic, seed, render_mode)
         returns.append(episode["mean_return"])
         successes.append(episode["success_rate"])
-        outcome = "flag" if successes[-1] else "no flag"
-        print(f"episode {i + 1}: return {returns[-1]:.2f}, {episode['lengths'][0]} steps, {outcome}")
+        outcome = "" if is_atari(args) else ", flag" if successes[-1] else ", no flag"
+        print(f"episode {i + 1}: return {returns[-1]:.2f}, {episode['lengths'][0]} steps{outcome}")
         if play_args.save_gif:
             gif = folder / f"episode_{i + 1:03d}_return_{returns[-1]:.0f}_steps_{episode['lengths'][0]}.gif"
             save_gif(episode["frames"], gif, play_args.gif_fps)
             print(f"  {gif}")
     error = np.std(returns, ddof=1) / math.sqrt(len(returns)) if len(returns) > 1 else math.nan
-    summary = {"success_rate": float(np.mean(successes)), "mean_return": float(np.mean(returns)),
+    success_rate = None if is_atari(args) else float(np.mean(successes))
+    summary = {"success_rate": success_rate, "mean_return": float(np.mean(returns)),
                "standard_error": float(error), "returns": returns}  # fmt: skip
     print(json.dumps(summary))
     return summary

@@ -138,7 +138,10 @@ def test_tags_in_the_script_and_bold_names_in_the_table_are_the_same(column: int
         for number, cells in detail_rows().items()
         for name in re.findall(r"\*\*`([\w.]+)(?:\(\))?`\*\*", cells[column])
     }
-    assert listed == tagged_details(ROOT / SCRIPTS[column])
+    tagged = tagged_details(ROOT / SCRIPTS[column])
+    if SCRIPTS[column] == "ppo_atari_mario.py":
+        tagged |= tagged_details(ROOT / "envs" / "atari.py")
+    assert listed == tagged
 
 
 def test_every_detail_is_used_or_says_why_not() -> None:

@@ -37,7 +37,7 @@ DIFFERENT = {
 # The details of "The 37 implementation details of PPO" that every script has, and those of its domain.
 COMMON_DETAILS = set(range(2, 13))
 DOMAIN_DETAILS = {
-    "ppo_atari_mario": {21, 22},
+    "ppo_atari_mario": {16, 19, 21, 22},  # 14, 15, 17, 18 and 20 are in envs/atari.py
     "ppo_cage2_parallel": {13, 26},
     "ppo_continuous_mujoco": {13, 23, 24, 25, 26, 27, 28, 29, 30, 31},
 }

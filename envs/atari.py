@@ -1,0 +1,139 @@
+"""Atari games of the Arcade Learning Environment, with the preprocessing that published results share.
+
+    env = AtariGame("ALE/Breakout-v5")
+    obs, info = env.reset(seed=0)                           # (4, 84, 84) uint8
+    obs, reward, terminated, truncated, info = env.step(1)  # one action for four frames
+
+"detail N" are those of "The 37 Implementation Details of Proximal Policy Optimization" (docs/details.md). What
+concerns the learner alone, signs of rewards and lives as episodes, is left to it: an episode is a whole game, and
+rewards are points.
+"""
+
+import importlib.util
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.spaces import Box
+from gymnasium.wrappers import AtariPreprocessing
+
+SIDE = 84
+MAX_FRAMES = 108_000  # half an hour of play, after which published results end a game
+FIRE = 1
+
+
+class AtariError(RuntimeError):
+    """A game that cannot be made; the message says, in one sentence, what to change or install."""
+
+
+class AtariGame(gym.Wrapper):
+    """One game.
+
+    Observation: Box(0, 255, (frame_stack, 84, 84), uint8), grey, the oldest frame first.
+    Action: an integer; the game's own buttons ("minimal action set").
+    Reward: points. Termination: the game is over. Truncation: after half an hour of play, or `max_episode_steps`.
+    Info: `life_lost`, True, in a step that cost a life; else empty, which costs nothing on its way between processes.
+
+    Args:
+        env_id: "ALE/Breakout-v5" and the like.
+        frame_stack: frames in an observation.
+        skip: frames (1/60 s) for which an action is held.
+        noop_max: an episode begins with 1 to this many frames of waiting, drawn at random; 0 for none.
+        sticky_action_probability: probability, in each frame, that the console still sees the action of the frame
+            before (Machado et al. 2018).
+        max_episode_steps: the time limit in steps, those of waiting included; 0 for half an hour.
+        render_mode: "rgb_array" lets `render()` return the screen, (210, 160, 3) uint8 in most games.
+
+    Raises:
+        AtariError: ale-py or OpenCV is missing, or there is no such game.
+        ValueError: an option is out of range.
+    """
+
+    def __init__(
+        self,
+        env_id: str,
+        *,
+        frame_stack: int = 4,
+        skip: int = 4,
+        noop_max: int = 30,
+        sticky_action_probability: float = 0.25,
+        max_episode_steps: int = 0,
+        render_mode: str | None = None,
+    ) -> None:
+        if any(importlib.util.find_spec(package) is None for package in ("ale_py", "cv2")):
+            raise AtariError(f"{env_id} needs two more packages: pip install ale-py opencv-python-headless")
+        import ale_py
+
+        ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # else each process prints a banner
+        if frame_stack < 1 or not 0 <= sticky_action_probability < 1:
+            raise ValueError(
+                f"frame_stack={frame_stack} must be at least 1, sticky_action_probability="
+                f"{sticky_action_probability} a probability below 1"
+            )
+        try:
+            game: Any = gym.make(
+                env_id,
+                frameskip=1,
+                obs_type="grayscale",
+                repeat_action_probability=sticky_action_probability,
+                max_num_frames_per_episode=max_episode_steps * skip or MAX_FRAMES,
+                render_mode=render_mode,
+            ).unwrapped
+        except gym.error.UnregisteredEnv as error:
+            raise AtariError(str(error)) from None
+        preprocessing = AtariPreprocessing(game, noop_max, skip, SIDE)  # details 14, 15 and 18
+        super().__init__(preprocessing)
+        self.observation_space = Box(0, 255, (frame_stack, SIDE, SIDE), np.uint8)
+        self._game = game
+        self._console_state = ale_py.ALEState
+        self._last_screens = preprocessing.obs_buffer  # their brightest pixels are the newest frame
+        self._begins_with_fire = self._game.get_action_meanings()[FIRE] == "FIRE"
+        self._frames = np.zeros((frame_stack, SIDE, SIDE), np.uint8)
+        self._lives = 0
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
+        """Start a game, and a ball where the game waits for that."""
+        frame, info = self.env.reset(**kwargs)
+        if self._begins_with_fire:  # detail 17
+            frame, _, _, _, info = self.env.step(FIRE)
+        self._lives = info["lives"]
+        self._frames[:] = frame
+        return self._frames.copy(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
+        """Hold an action for `skip` frames. When that costs a life, the next life begins as a game does."""
+        frame, reward, terminated, truncated, info = self.env.step(int(action))
+        life_lost = info["lives"] < self._lives
+        self._lives = info["lives"]
+        if life_lost and self._begins_with_fire and not (terminated or truncated):
+            frame, points, terminated, truncated, _ = self.env.step(FIRE)
+            reward = float(reward) + float(points)
+        self._frames[:-1] = frame if life_lost else self._frames[1:]  # detail 20
+        self._frames[-1] = frame
+        return self._frames.copy(), reward, terminated, truncated, {"life_lost": True} if life_lost else {}
+
+    def get_state(self) -> dict[str, Any]:
+        """Return all that the rest of this environment's life depends on, its random generators included."""
+        console = self._game.clone_state(include_rng=True).serialize()
+        return {
+            "console": np.frombuffer(console, np.uint8).copy(),
+            "rng": self._game.np_random.bit_generator.state,
+            "last_screens": [screen.copy() for screen in self._last_screens],
+            "frames": self._frames.copy(),
+            "lives": self._lives,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Continue from `get_state()`, here or in another process, bit for bit.
+
+        Raises:
+            ValueError: the state has another number of frames.
+        """
+        if np.shape(state["frames"]) != self._frames.shape:
+            raise ValueError(f"this state holds {len(state['frames'])} frames, not {len(self._frames)}")
+        self._game.restore_state(self._console_state(np.asarray(state["console"]).tobytes()))
+        self._game.np_random.bit_generator.state = state["rng"]
+        for screen, saved in zip(self._last_screens, state["last_screens"], strict=True):
+            screen[:] = saved
+        self._frames[:] = state["frames"]
+        self._lives = state["lives"]
