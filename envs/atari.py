@@ -112,6 +112,10 @@ class AtariGame(gym.Wrapper):
         self._frames[-1] = frame
         return self._frames.copy(), reward, terminated, truncated, {"life_lost": True} if life_lost else {}
 
+    def render(self) -> Any:
+        """Return the screen, or None without a render mode (where the emulator would raise)."""
+        return None if self._game.render_mode is None else self._game.render()
+
     def get_state(self) -> dict[str, Any]:
         """Return all that the rest of this environment's life depends on, its random generators included."""
         console = self._game.clone_state(include_rng=True).serialize()

@@ -128,7 +128,12 @@ KILLED: dict[str, dict[str, dict[str, Any]]] = {
         "subproc": CAGE2 | {"vec_env": "subproc"},
         "workflow": CAGE2 | {"vec_env": "batch", "workflow": "any"},
     },
-    "ppo_atari_mario": {"nes_py": MARIO | {"backend": "nes_py"}, "fceumm": MARIO | {"backend": "fceumm"}},
+    "ppo_atari_mario": {
+        "nes_py": MARIO | {"backend": "nes_py"},
+        "fceumm": MARIO | {"backend": "fceumm"},
+        "atari": {name: value for name, value in MARIO.items() if name != "stuck_steps"}
+        | {"env_id": "ALE/Breakout-v5", "max_episode_steps": 40},
+    },
 }
 
 
@@ -154,6 +159,8 @@ def test_a_run_killed_at_random_moments_ends_as_the_unbroken_one(
         pytest.skip(f"no copy of {name} under test")
     if kind == "fceumm" and kind not in available_backends():
         pytest.skip("FCEUmm is not installed: make fceumm")
+    if kind == "atari":
+        pytest.importorskip("ale_py", reason="needs pip install ale-py opencv-python-headless")
     script = load_script(paths[0])
     monkeypatch.setattr(script, "plot_curves", lambda logdir: None)
     common = {"num_minibatches": 2, "update_epochs": 2, "eval_episodes": 2, "compile": False}
