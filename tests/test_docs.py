@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.run
 
 from docs import exercises, figures
 from docs import reinforce as corridor
@@ -22,6 +23,7 @@ from tests.test_ppo_math import gae
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 SCRIPTS = ["ppo_continuous_mujoco.py", "ppo_cage2_parallel.py", "ppo_atari_mario.py"]
+TORCHRUN = Path(str(torch.distributed.run.__file__))
 NUMBERS: dict[str, dict[str, str]] = json.loads((DOCS / "figures" / "numbers.json").read_text())
 
 pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -72,7 +74,8 @@ def test_every_test_a_page_names_exists(page: Path) -> None:
 @pages
 def test_every_flag_a_page_names_exists(page: Path) -> None:
     files = [*(ROOT / name for name in SCRIPTS), *DOCS.glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
-    known = set().union(*(flags_of(path) for path in files), {"--script", "--no-deps"})  # pytest's, pip's
+    known = set().union(*(flags_of(path) for path in files), flags_of(TORCHRUN))
+    known |= {"--script", "--no-deps"}  # pytest's, pip's
     cited = set(re.findall(r"(?<![\w-])(--[a-z][a-z0-9-]+)", page.read_text()))
     assert cited <= known, cited - known
 
@@ -156,7 +159,7 @@ def test_every_detail_is_used_or_says_why_not() -> None:
 def commands(page: Path) -> list[list[str]]:
     """The commands of a page: lines of its bash blocks, and code in the text that begins like one. What stands after
     a `--` is a command of its own (benchmarks.seeds)."""
-    text = page.read_text()
+    text = page.read_text().replace("\\\n", " ")
     lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
     lines += re.findall(r"`((?:python|pytest|make) [^`\n]+)`", text)
     found = []
@@ -180,6 +183,11 @@ def test_every_command_of_a_page_can_be_typed(page: Path) -> None:
                 assert path.exists() or module == "pytest", command
                 if path.exists():
                     assert {word for word in words if word.startswith("--")} <= flags_of(path), command
+            case ["torchrun", *words]:
+                script = next(i for i, word in enumerate(words) if word in SCRIPTS)
+                assert {word.partition("=")[0] for word in words[:script]} <= flags_of(TORCHRUN), command
+                others = {word.partition("=")[0] for word in words[script:] if word.startswith("--")}
+                assert others <= flags_of(ROOT / words[script]), command
             case ["python", file, *words] if file in SCRIPTS:
                 assert {word.partition("=")[0] for word in words if word.startswith("--")} <= flags_of(ROOT / file), (
                     command
