@@ -51,6 +51,8 @@ ACTION_SETS = {"right_only": _RIGHT_ONLY, "simple": _SIMPLE, "complex": _COMPLEX
 # channels, side, and the default frame stack
 OBSERVATIONS = {"gray64": (1, 64, 4), "rgb64": (3, 64, 1), "gray84": (1, 84, 4)}
 SCORE_ROWS = 32  # of the screen's 240
+BUTTON_ROWS = 15  # of these 240, where there is never anything but sky
+SHOWN_BUTTONS = (A, B, LEFT, RIGHT)
 
 
 class RewardTerms(NamedTuple):
@@ -102,6 +104,9 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         skip: frames for which an action is held.
         max_pool: take the brighter of each pixel of the last two frames, against flicker (Mnih et al. 2015).
         mask_score: blank the screen's top rows, which show score, coins and time.
+        show_buttons: paint the topmost rows of each frame: from left to right a quarter white if A, B, left and
+            right were held in it. The game jumps only when A is newly pressed, so that an action with A does
+            nothing while Mario stands with A held, and a picture alone does not show that.
         reward: "shaped", "document", or your own `RewardTerms`.
         reward_scale: replaces the scale of these terms.
         stuck_steps: decisions without new ground after which the episode ends like a death; 0 for never.
@@ -131,6 +136,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         skip: int = 4,
         max_pool: bool = False,
         mask_score: bool = False,
+        show_buttons: bool = False,
         reward: str | RewardTerms = "shaped",
         reward_scale: float | None = None,
         stuck_steps: int = 150,
@@ -163,7 +169,8 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         self.backend = resolve_backend(backend)
         self.buttons = ACTION_SETS[action_set]
         self.reward_terms = reward if reward_scale is None else reward._replace(scale=reward_scale)
-        self.skip, self.max_pool, self.mask_score = skip, max_pool, mask_score
+        self.skip, self.max_pool = skip, max_pool
+        self.mask_score, self.show_buttons = mask_score, show_buttons
         self.stuck_steps, self.max_episode_steps, self.noop_max = stuck_steps, max_episode_steps, noop_max
         self.sticky_action_probability, self.full_info, self.render_mode = sticky, full_info, render_mode
         self.metadata = {**self.metadata, "render_fps": round(60 / skip)}
@@ -303,6 +310,10 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         pixels = np.array(image.resize((self._side, self._side), Image.Resampling.BOX))
         if self.mask_score:
             pixels[: -(-SCORE_ROWS * self._side // SCREEN_HEIGHT)] = 0
+        if self.show_buttons:
+            rows, quarter = BUTTON_ROWS * self._side // SCREEN_HEIGHT, self._side // len(SHOWN_BUTTONS)
+            for i, button in enumerate(SHOWN_BUTTONS):
+                pixels[:rows, i * quarter : (i + 1) * quarter] = 255 if self._held_buttons & button else 0
         return pixels.transpose(2, 0, 1) if self._channels == 3 else pixels[None]
 
     def _info(self, goal: bool, death: bool, stuck: bool, document_reward: float) -> dict[str, Any]:

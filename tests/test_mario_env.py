@@ -264,6 +264,39 @@ def test_mask_score_blanks_the_top_rows_only(fceumm: str) -> None:
     assert np.array_equal(plain[:, 9:], masked[:, 9:])
 
 
+@pytest.mark.parametrize("obs", ["gray64", "rgb64", "gray84"])
+def test_show_buttons_paints_what_is_held_and_nothing_else(fceumm: str, obs: str) -> None:
+    plain, shown = (MarioEnv("1-1", fceumm, obs=obs, show_buttons=show) for show in (False, True))
+    rows = 5 if obs == "gray84" else 4
+    width = plain.observation_space.shape[-1] // 4
+    first = shown.reset(seed=0)[0]
+    assert np.array_equal(first[:, rows:], plain.reset(seed=0)[0][:, rows:])
+    assert not first[:, :rows].any()
+    held = {NOOP: [0, 0, 0, 0], 1: [0, 0, 0, 1], 2: [1, 0, 0, 1], RUN: [0, 1, 0, 1], 5: [1, 0, 0, 0], 6: [0, 0, 1, 0]}
+    for action, expected in held.items():
+        newest = shown.step(action)[0][-1]
+        assert np.array_equal(newest[rows:], plain.step(action)[0][-1][rows:])
+        quarters = [newest[:rows, i * width : (i + 1) * width] for i in range(4)]
+        assert [set(quarter.flat) for quarter in quarters] == [{255 * on} for on in expected], action
+
+
+def test_a_held_jump_button_jumps_once_and_only_show_buttons_tells(backend: str) -> None:
+    """Standing with A held looks like standing without, but A then jumps only from the latter."""
+    env = MarioEnv("1-1", backend, show_buttons=True, stuck_steps=0, mask_score=True)
+    env.reset(seed=0)
+    jump, rows = 5, 4
+    for action in [jump] * 20:  # a jump takes about 10 decisions
+        held = env.step(action)[0]
+    assert len({frame.tobytes() for frame in held}) == 1  # he stands
+    still = env.step(jump)[0]
+    assert np.array_equal(still[:, rows:], held[:, rows:])
+    assert (still[-1, :rows, :16] == 255).all()
+    released = env.step(NOOP)[0]
+    assert np.array_equal(released[-1, rows:], held[-1, rows:])
+    assert not released[-1, :rows].any()
+    assert not np.array_equal(env.step(jump)[0][-1, rows:], held[-1, rows:])
+
+
 # Stages, goals, deaths
 
 
