@@ -132,7 +132,7 @@ KILLED: dict[str, dict[str, dict[str, Any]]] = {
         "nes_py": MARIO | {"backend": "nes_py"},
         "fceumm": MARIO | {"backend": "fceumm"},
         "atari": {name: value for name, value in MARIO.items() if name != "stuck_steps"}
-        | {"env_id": "ALE/Breakout-v5", "max_episode_steps": 40},
+        | {"env_id": "ALE/Breakout-v5", "max_episode_steps": 40, "eval_every": 0},
     },
 }
 
