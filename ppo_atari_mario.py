@@ -105,7 +105,7 @@ class Args:
     hints: bool = True
     """say at each evaluation what looks wrong, if anything does"""
     video_episodes: int = 3
-    """how many of them"""
+    """how many of them; at least five after the last update"""
     video_fps: float = 16
     """frames per second of these GIFs; the game makes 60 / --skip decisions a second"""
     explain: bool = False
@@ -1278,7 +1278,8 @@ def learn(
         last = counters.update == args.num_updates
         if last or crossed(counters.global_step, args.batch_size, args.eval_every):
             shown = partial(evaluate, render_mode="rgb_array" if args.capture_video else None)
-            evaluation = ranks.run_once(shown, agent, args)
+            shown_args = replace(args, video_episodes=max(5, args.video_episodes)) if last else args
+            evaluation = ranks.run_once(shown, agent, shown_args)
             sampled = ranks.run_once(partial(evaluate, deterministic=False), agent, args)
             names = ("success_rate", "mean_return", "std_return", "mean_length")
             scores = {f"eval/{name}": evaluation[name] for name in names}
@@ -1337,8 +1338,12 @@ class PlayArgs:
     """sample the actions instead of taking the policy's mode"""
     seed: int = 0
     """seed of the first episode; episode i gets seed + i"""
+    max_episode_steps: int | None = None
+    """time limit of an episode in steps; default: the run's own"""
+    quiet: bool = False
+    """print nothing but the summary"""
     render: bool = False
-    """show the episodes in a window (pip install pygame)"""
+    """show the episodes in a window, at the game's pace (pip install pygame)"""
     save_gif: bool = False
     """write a GIF of each episode"""
     gif_fps: float = 15
@@ -1356,12 +1361,15 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     name = play_args.checkpoint
     checkpoint = load_checkpoint(logdir / f"{name}.pt" if name in ("best", "latest") else Path(name))
     args = replace(known_args(checkpoint["args"]), eval_episodes=1, num_envs=1, device="cpu")
+    if play_args.max_episode_steps is not None:
+        args = replace(args, max_episode_steps=play_args.max_episode_steps)
     validate(args)
     vec_env = make_envs(args)
     agent = Agent(vec_env, args)
     vec_env.close()
     agent.load_state_dict(checkpoint["agent"])
     render_mode = "human" if play_args.render else "rgb_array" if play_args.save_gif else None
+    say: Callable[[str], None] = print if not play_args.quiet else lambda text: None
     folder = Path(play_args.gif_dir or logdir / "gifs") / time.strftime("run_%Y%m%d-%H%M%S")
     returns, successes = [], []
     for i in range(play_args.episodes):
@@ -1370,11 +1378,11 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
         returns.append(episode["mean_return"])
         successes.append(episode["success_rate"])
         outcome = "" if is_atari(args) else ", flag" if successes[-1] else ", no flag"
-        print(f"episode {i + 1}: return {returns[-1]:.2f}, {episode['lengths'][0]} steps{outcome}")
+        say(f"episode {i + 1}: return {returns[-1]:.2f}, {episode['lengths'][0]} steps{outcome}")
         if play_args.save_gif:
             gif = folder / f"episode_{i + 1:03d}_return_{returns[-1]:.0f}_steps_{episode['lengths'][0]}.gif"
             save_gif(episode["frames"], gif, play_args.gif_fps)
-            print(f"  {gif}")
+            say(f"  {gif}")
     error = np.std(returns, ddof=1) / math.sqrt(len(returns)) if len(returns) > 1 else math.nan
     success_rate = None if is_atari(args) else float(np.mean(successes))
     summary = {"success_rate": success_rate, "mean_return": float(np.mean(returns)),

@@ -65,17 +65,16 @@ class AtariGame(gym.Wrapper):
         import ale_py
 
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # else each process prints a banner
-        if frame_stack < 1 or not 0 <= sticky_action_probability < 1:
-            raise ValueError(
-                f"frame_stack={frame_stack} must be at least 1, sticky_action_probability="
-                f"{sticky_action_probability} a probability below 1"
-            )
+        sticky = sticky_action_probability
+        _require(frame_stack >= 1, f"frame_stack={frame_stack}: an observation needs at least 1 frame")
+        _require(0 <= sticky < 1, f"sticky_action_probability={sticky}: use a probability, 0 or more and below 1")
+        _require(max_episode_steps >= 0, f"max_episode_steps={max_episode_steps}: use a positive number, or 0")
         try:
             game: Any = gym.make(
                 env_id,
                 frameskip=1,
                 obs_type="grayscale",
-                repeat_action_probability=sticky_action_probability,
+                repeat_action_probability=sticky,
                 max_num_frames_per_episode=max_episode_steps * skip or MAX_FRAMES,
                 render_mode=render_mode,
             ).unwrapped
@@ -83,6 +82,7 @@ class AtariGame(gym.Wrapper):
             raise AtariError(str(error)) from None
         preprocessing = AtariPreprocessing(game, noop_max, skip, SIDE)  # details 14, 15 and 18
         super().__init__(preprocessing)
+        self.metadata = {**game.metadata, "render_fps": round(60 / skip)}
         self.observation_space = Box(0, 255, (frame_stack, SIDE, SIDE), np.uint8)
         self._game = game
         self._console_state = ale_py.ALEState
@@ -141,3 +141,8 @@ class AtariGame(gym.Wrapper):
             screen[:] = saved
         self._frames[:] = state["frames"]
         self._lives = state["lives"]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ValueError(message)

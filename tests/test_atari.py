@@ -54,6 +54,7 @@ def test_gymnasium_accepts_a_game() -> None:
     check_env(env, skip_render_check=True, skip_close_check=True)  # these make new ones, without our arguments
     screen: Any = env.render()
     assert (screen.shape, screen.dtype) == ((210, 160, 3), np.uint8)
+    assert env.metadata["render_fps"] == 15
 
 
 @needs_ale
@@ -148,9 +149,11 @@ def test_equal_seeds_give_equal_games_and_others_do_not() -> None:
 
 
 @needs_ale
-@pytest.mark.parametrize("options", [{"frame_stack": 0}, {"sticky_action_probability": 1.0}, {"skip": 0}])
+@pytest.mark.parametrize(
+    "options", [{"frame_stack": 0}, {"sticky_action_probability": 1.0}, {"skip": 0}, {"max_episode_steps": -1}]
+)
 def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"frame_stack|sticky_action_probability|frame_skip"):
+    with pytest.raises(ValueError, match=next(iter(options)).replace("skip", "frame_skip")):
         AtariGame("ALE/Pong-v5", **options)
 
 
@@ -280,9 +283,13 @@ def test_play_writes_the_beginning_of_a_game_as_a_gif(
 ) -> None:
     monkeypatch.setattr(script, "MAX_VIDEO_FRAMES", 10)
     script.train(tiny(tmp_path / "run"))
-    assert len(list((tmp_path / "run" / "videos").glob("*.gif"))) == 1
+    with PIL.Image.open(*(tmp_path / "run" / "videos").glob("*.gif")) as picture:
+        assert picture.size == (2 * 80, 105)  # both evaluation episodes, though video_episodes is 1: it is the last
     capsys.readouterr()
-    assert script.main(["play", "--logdir", str(tmp_path / "run"), "--episodes", "1", "--save-gif"]) == 0
+    argv = ["play", "--logdir", str(tmp_path / "run"), "--episodes", "1"]
+    assert script.main([*argv, "--max-episode-steps", "7", "--quiet"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 1
+    assert script.main([*argv, "--save-gif"]) == 0
     output = capsys.readouterr().out
     assert "flag" not in output
     assert '"success_rate": null' in output
