@@ -799,16 +799,20 @@ def read_csv(path: Path) -> dict[str, np.ndarray]:
 
 
 def plot_curves(logdir: Path) -> None:
-    """Draw curves.png: how often Mario reaches the flag, and what to look at when that does not rise."""
+    """Draw curves.png: how often Mario reaches the flag, or how long an Atari game lasts, the return, and what to look
+    at when these do not rise."""
     panels = ["rollout/success_rate", "rollout/episodic_return", "train/explained_variance",
               "train/entropy", "train/approx_kl", "train/clip_fraction"]  # fmt: skip
     progress, evaluation = read_csv(logdir / "progress.csv"), read_csv(logdir / "eval.csv")
     if not progress:
         return
+    if np.isnan(progress["rollout/success_rate"]).all():
+        panels[0] = "rollout/episodic_length"
+    quantities = {"success_rate": "success_rate", "episodic_return": "mean_return", "episodic_length": "mean_length"}
     figure = matplotlib.figure.Figure(figsize=(13, 6), layout="constrained")
     for axis, name in zip(figure.subplots(2, 3).flat, panels, strict=True):
         axis.plot(progress["global_step"], progress[name], lw=1)
-        quantity = {"rollout/success_rate": "success_rate", "rollout/episodic_return": "mean_return"}.get(name)
+        quantity = quantities.get(name.removeprefix("rollout/"))
         for mode in ("eval", "eval_sampled") if quantity and evaluation else ():
             label = "evaluation, " + ("deterministic" if mode == "eval" else "sampled")
             axis.plot(evaluation["global_step"], evaluation[f"{mode}/{quantity}"], "o-", ms=3, lw=1, label=label)
