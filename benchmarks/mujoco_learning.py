@@ -73,7 +73,8 @@ def run(task: str, steps: int, seed: int, workers: int) -> None:
     line = [sys.executable, *flags, "--logdir", str(logdir), "--num-workers", str(workers)]
     with open(logdir / "output.txt", "a") as output, open(logdir / "cpu_seconds.txt", "a") as cpu_seconds:
         process = subprocess.Popen(line, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
-        _, _, usage = os.wait4(process.pid, 0)
+        _, status, usage = os.wait4(process.pid, 0)
+        process.returncode = os.waitstatus_to_exitcode(status)
         print(usage.ru_utime + usage.ru_stime, file=cpu_seconds)
 
 
