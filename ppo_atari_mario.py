@@ -750,9 +750,10 @@ class Logger:
         if silent:
             return
         for path in logdir.glob("*.csv"):
-            header, *rows = path.read_text().splitlines(keepends=True)
+            header, *rows = path.read_text().splitlines(keepends=True) or [""]
             kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= step]
-            path.write_text("".join([header, *kept]) if kept else "")
+            path.with_suffix(".tmp").write_text("".join([header, *kept]) if kept else "")
+            os.replace(path.with_suffix(".tmp"), path)  # a kill in between must not lose the rows
         self.writer = SummaryWriter(str(logdir), purge_step=step + 1)
         self.last_line = -math.inf
 

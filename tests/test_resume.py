@@ -242,6 +242,28 @@ def test_a_run_killed_at_an_awkward_moment_ends_as_the_unbroken_one(
     assert '"broken"' in next(index).read_text()
 
 
+def test_a_kill_while_the_log_is_cut_back_loses_no_row(script: ModuleType, tmp_path: Path) -> None:
+    """A resumed run drops the rows after its checkpoint; it dies before the shorter file is in place, or finds a file
+    that was opened and not yet written to."""
+    text = "global_step,x\n64,1.0\n128,2.0\n192,3.0\n"
+    (tmp_path / "progress.csv").write_text(text)
+    (tmp_path / "eval.csv").touch()
+
+    def die(*args: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def work() -> None:
+        os.replace = die
+        script.Logger(tmp_path, 128)
+
+    assert wait(fork(work, tmp_path / "output.txt")) == -signal.SIGKILL
+    assert (tmp_path / "progress.csv").read_text() == text
+    logger = script.Logger(tmp_path, 128)
+    logger.writer.close()
+    assert (tmp_path / "progress.csv").read_text() == text.removesuffix("192,3.0\n")
+    assert (tmp_path / "eval.csv").read_text() == ""
+
+
 def test_tensorboard_shows_one_curve_without_holes_or_doubled_points(
     continuous: ModuleType, quiet: None, tmp_path: Path
 ) -> None:
