@@ -341,41 +341,39 @@ def default_work(script_name: str) -> Workload:
     return Workload(args.num_envs, args.num_steps, args.num_minibatches, args.update_epochs)
 
 
-def costs_of(script_name: str, **options: Any) -> tuple[Costs, list[dict[str, Any]]]:
-    """Measure a script at its two sizes, each compiled in one and apart (if it is compiled), and draw the lines."""
-    runs, points = [], []
-    for values in SCRIPTS[script_name]:
-        work = work_of(values)
-        values = values | options
-        apart = in_fresh_process("distributed", "loop", script_name, json.dumps(values | APART))
-        one = apart
-        runs.append({"values": values | APART, **apart})
-        if values.get("compile", importlib.import_module(script_name).Args().compile):
-            one = in_fresh_process("distributed", "loop", script_name, json.dumps(values))
-            runs.append({"values": values, **one})
-        gap = apart["median"]
-        step = gap["average"] + gap["average to average"]
+def measure_costs(script_name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Measure a script at its two sizes, each compiled in one and apart (if it is compiled), and draw the lines.
+
+    Returns what `Costs` takes, and all that was measured under "loops".
+    """
+    loops, points = [], []
+    compiled = options.get("compile", importlib.import_module(script_name).Args().compile)
+
+    def loop(values: dict[str, Any]) -> dict[str, Any]:
+        sys.modules.pop(script_name)  # a fresh copy, without hooks
+        loops.append({"values": values, **measure_loop(script_name, values)})
+        return loops[-1]["median"]
+
+    for size in SCRIPTS[script_name]:
+        values, work = size | options, work_of(size)
+        apart = loop(values | APART)
+        step = apart["average"] + apart["average to average"]
         # Between two epochs lie the shuffle and the first gradient, behind the last average a last Adam.
-        shuffle = gap["epoch to average"] + gap["average to epoch"] - gap["average to average"]
-        if one is not apart:
-            epoch = one["median"]["epoch to epoch"]
-            alone = (epoch - shuffle) / work.num_minibatches
-        else:
-            alone = step
+        shuffle = apart["epoch to average"] + apart["average to epoch"] - apart["average to average"]
+        found = loops[-1]
+        alone = (loop(values)["epoch to epoch"] - shuffle) / work.num_minibatches if compiled else step
         points.append({
-            "environment": (work.num_envs, gap["step"] + apart["workers_per_step"]),
-            "inference": (work.num_envs, gap["step to step"]),
-            "bootstrap": (work.batch_size, gap["step to gae"]),
+            "environment": (work.num_envs, apart["step"] + found["workers_per_step"]),
+            "inference": (work.num_envs, apart["step to step"]),
+            "bootstrap": (work.batch_size, apart["step to gae"]),
             "shuffle": (work.batch_size, shuffle),
             "step_alone": (work.minibatch_size, alone),
             "step_apart": (work.minibatch_size, step),
         })  # fmt: skip
     lines: dict[str, Any] = {name: line_through([point[name] for point in points]) for name in points[0]}
-    return Costs(
-        **lines, gae_step=gap["gae"] / work.num_steps, noise=apart["noise"], merge=merge_seconds(),
-        transition_bytes=apart["transition_bytes"], gradient_bytes=apart["gradient_bytes"],
-        moments_bytes=tuple(apart["moments_bytes"]),
-    ), runs  # fmt: skip
+    sent = {name: found[name] for name in ("noise", "transition_bytes", "moments_bytes", "gradient_bytes")}
+    return {"costs": asdict(Costs(**lines, **sent, gae_step=apart["gae"] / work.num_steps, merge=merge_seconds())),
+            "loops": loops}  # fmt: skip
 
 
 def merge_seconds(ranks: int = 64) -> float:
@@ -401,7 +399,7 @@ SIZES = (8, 1024, 32 * 1024, 256 * 1024, 2**20, 8 * 2**20, 64 * 2**20)
 
 
 def measure_messages(seconds: float) -> list[dict[str, Any]]:
-    """In each of several ranks: the time of a message of so many bytes, median and 10th percentile."""
+    """In each of several ranks: seconds of a message of so many bytes, median and fastest, and its CPU seconds."""
     import ppo_continuous_mujoco as script
 
     torch = script.torch
@@ -421,27 +419,26 @@ def measure_messages(seconds: float) -> list[dict[str, Any]]:
             call(size)
             once = torch.tensor(time.perf_counter() - begin)
             ranks.average([once])  # all ranks must repeat equally often
-            taken = []
-            for _ in range(min(300, max(5, int(seconds / once)))):
+            taken, cpu = [], time.process_time()
+            for _ in range(min(1000, max(10, int(seconds / once)))):
                 begin = time.perf_counter()
                 call(size)
                 taken.append(time.perf_counter() - begin)
-            row = {"median": statistics.median(taken), "p10": float(np.quantile(taken, 0.1))}
+            cpu = (time.process_time() - cpu) / len(taken)
+            row = {"median": statistics.median(taken), "fastest": min(taken), "cpu": cpu}
             rows.append({"ranks": ranks.size, "operation": name, "bytes": size, **row})
     ranks.close()
     return rows
 
 
 def network_of(rows: list[dict[str, Any]]) -> Network:
-    """hop and bandwidth of two processes of this machine: from the smallest message, and from those of 1 MiB and more.
-
-    Of the times the 10th percentile counts: when both processes had a core.
-    """
-    two = [row for row in rows if row["ranks"] == 2]
-    smallest = {row["operation"]: row["p10"] for row in two if row["bytes"] == SIZES[0]}
+    """hop and bandwidth of two processes of this machine: from the fastest of the smallest messages, when both had a
+    core, and from the CPU time of those of 1 MiB and more, because copying is all that they need here."""
+    two = [row for row in rows if row["ranks"] == 2 and row["operation"] != "all_gather_object"]
+    smallest = {row["operation"]: row["fastest"] for row in two if row["bytes"] == SIZES[0]}
     hop = statistics.mean([smallest["all_reduce"] / 2, smallest["all_gather"]])
     # Between two ranks either operation sends `bytes` once in each direction.
-    rates = [row["bytes"] / row["p10"] for row in two if row["bytes"] >= 2**20]
+    rates = [row["bytes"] / row["cpu"] for row in two if row["bytes"] >= 2**20]
     return Network(hop, statistics.median(rates))
 
 
@@ -506,7 +503,8 @@ NAMES = {"ppo_continuous_mujoco": "MuJoCo", "ppo_cage2_parallel": "CAGE2", "ppo_
 
 
 def us(seconds: float) -> str:
-    return f"{1e6 * seconds:,.{1 if seconds < 1e-4 else 0}f}"
+    """Microseconds, to three digits or whole."""
+    return f"{1e6 * seconds:,.0f}" if seconds > 1e-4 else f"{1e6 * seconds:.3g}"
 
 
 def page_of(data: dict[str, Any]) -> str:
@@ -525,7 +523,7 @@ def page_of(data: dict[str, Any]) -> str:
     rows: list[list[object]] = []
     for (part, title), item in zip(parts.items(), items, strict=True):
         lines = [getattr(cost, part) for cost in costs.values()]
-        rows.append([title, *(f"{us(x.fixed)} + {1e6 * x.per_item:,.3g} per {item}" for x in lines)])
+        rows.append([title, *(f"{us(x.fixed)} + {us(x.per_item)} per {item}" for x in lines)])
     rows.append(["GAE, a step", *(us(cost.gae_step) for cost in costs.values())])
     rows.append(["random numbers per transition", *(us(cost.noise) for cost in costs.values())])
     rows.append(["absorbing one rank's moments", *(us(c.merge) if c.moments_bytes else "-" for c in costs.values())])
@@ -538,11 +536,14 @@ def page_of(data: dict[str, Any]) -> str:
     page += "\n## Messages between processes of this machine (gloo), microseconds\n\n"
     rows = []
     for row in data["messages"]:
-        known = {"all_reduce": local.all_reduce, "all_gather": local.all_gather}.get(row["operation"])
+        known: Any = {"all_reduce": local.all_reduce, "all_gather": local.all_gather}.get(row["operation"])
         modelled = us(known(row["bytes"], row["ranks"])) if known else ""
         size = f"{row['bytes']:,}" if known else "10 episodes"
-        rows.append([row["operation"], row["ranks"], size, us(row["median"]), us(row["p10"]), modelled])
-    page += markdown_table(["operation", "ranks", "bytes of a rank", "median", "10th percentile", "model"], rows)
+        times = [us(row[key]) for key in ("median", "fastest", "cpu")]
+        rows.append([row["operation"], row["ranks"], size, *times, modelled])
+    page += markdown_table(
+        ["operation", "ranks", "bytes of a rank", "median", "fastest", "CPU time of a rank", "model"], rows
+    )
     page += f"\nThe model: {us(local.hop)} us a hop and {local.bandwidth / 1e9:.2f} GB/s, from two processes.\n"
 
     page += "\n## Check: seconds of an update\n\n"
@@ -607,8 +608,9 @@ def draw(data: dict[str, Any], path: Path) -> None:
 
 # ---- learning curves ------------------------------------------------------------------------------------------------
 CURVES = ROOT / "runs" / "distributed_curves"
-CURVE_FLAGS = ["--env-id", "Hopper-v5", "--total-timesteps", "100000", "--num-workers", "1", "--eval-every", "20000",
-               "--save-every", "0", "--no-hints"]  # fmt: skip
+TOTAL_TIMESTEPS = 100_000
+CURVE_FLAGS = ["--env-id", "Hopper-v5", "--total-timesteps", str(TOTAL_TIMESTEPS), "--num-workers", "1",
+               "--eval-every", "20000", "--save-every", "0", "--no-hints"]  # fmt: skip
 
 
 def columns(path: Path) -> dict[str, list[float]]:
@@ -623,32 +625,43 @@ def first_apart(one: Sequence[float], other: Sequence[float], tolerance: float) 
     return differ.index(True) + 1 if any(differ) else None
 
 
+# name -> (ranks, flags); the third is a control: another order of rounding, but one process
+CURVE_RUNS = {"1 rank": (1, []), "2 ranks": (2, []), "1 rank, not compiled": (1, ["--no-compile"])}
+
+
+def train_curve(name: str, seed: int) -> dict[str, list[float]]:
+    """Train, go on with what was stopped, or find what is finished; returns the logged columns."""
+    ranks, flags = CURVE_RUNS[name]
+    logdir = CURVES / f"seed_{seed}_{name.replace(', ', '_').replace(' ', '_')}"
+    begun = (logdir / "progress.csv").exists()
+    steps = columns(logdir / "progress.csv")["global_step"] if begun else [0]
+    if steps[-1] + steps[0] <= TOTAL_TIMESTEPS:  # another batch fits in
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
+                   "ppo_continuous_mujoco.py", *CURVE_FLAGS, *flags, "--seed", str(seed), "--logdir", str(logdir),
+                   *["--resume"] * begun]  # fmt: skip
+        subprocess.run(command, cwd=ROOT, check=True)
+    progress, evaluation = columns(logdir / "progress.csv"), columns(logdir / "eval.csv")
+    return evaluation | progress  # global_step is that of progress.csv
+
+
 def compare_curves(seeds: Sequence[int]) -> None:
-    """Train what is missing, one rank beside two, and set the runs of each seed beside each other."""
+    """Train what is missing and set the runs of each seed beside each other."""
     info = machine_info(["torch", "numpy", "gymnasium", "mujoco"])
     data: dict[str, Any] = {"machine": info, "flags": CURVE_FLAGS, "seeds": {}}
     rows = []
     for seed in seeds:
-        runs = []
-        for ranks in (1, 2):
-            logdir = CURVES / f"seed_{seed}_ranks_{ranks}"
-            if not (logdir / "curves.png").exists():  # which a run writes last
-                subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone",
-                                f"--nproc-per-node={ranks}", "ppo_continuous_mujoco.py", *CURVE_FLAGS,
-                                "--seed", str(seed), "--logdir", str(logdir)], cwd=ROOT, check=True)  # fmt: skip
-            progress, evaluation = columns(logdir / "progress.csv"), columns(logdir / "eval.csv")
-            runs.append({"evaluations": evaluation["eval/mean_return"], "spread": evaluation["eval/std_return"],
-                         **{name: progress[f"rollout/{name}"] for name in ("mean_reward", "episodic_return")},
-                         "global_step": progress["global_step"]})  # fmt: skip
+        runs = {name: train_curve(name, seed) for name in CURVE_RUNS}
         data["seeds"][seed] = runs
-        one, two = runs
-        apart = [first_apart(one["mean_reward"], two["mean_reward"], tolerance) for tolerance in (1e-6, 1e-2)]
-        rows.append([seed, *(f"{run['evaluations'][-1]:.0f} +- {run['spread'][-1]:.0f}" for run in runs),
-                     *(f"{np.nanmean(run['episodic_return'][-10:]):.0f}" for run in runs), *apart])  # fmt: skip
+        for name, run in runs.items():
+            pair = runs["1 rank"]["rollout/mean_reward"], run["rollout/mean_reward"]
+            apart = [first_apart(*pair, tolerance) or "-" for tolerance in (1e-6, 1e-2)]
+            rows.append([seed, name, f"{run['eval/mean_return'][-1]:.0f} +- {run['eval/std_return'][-1]:.0f}",
+                         f"{np.nanmean(run['rollout/episodic_return'][-10:]):.0f}", *apart])  # fmt: skip
     page = "# Learning curves: one rank beside two\n\n`python -m benchmarks.distributed --curves`: "
-    page += f"`ppo_continuous_mujoco.py {' '.join(CURVE_FLAGS)}`, the same seed with one rank and with two.\n\n"
-    header = ["seed", "last evaluation, 1 rank", "2 ranks", "return of the last ten rollouts, 1 rank", "2 ranks",
-              "first update with rewards apart by 1e-6", "by 1 %"]  # fmt: skip
+    page += f"`ppo_continuous_mujoco.py {' '.join(CURVE_FLAGS)}`, the same seeds. Update: a rollout and what is learnt "
+    page += "from it; rewards: the mean of a rollout's, beside those of 1 rank.\n\n"
+    header = ["seed", "run", "last evaluation", "return of the last ten rollouts", "first update with rewards apart by "
+              "1e-6", "by 1 %"]  # fmt: skip
     page += markdown_table(header, rows) + "\n![episodic returns](distributed_curves.png)\n"
     write_results("distributed_curves", data, page + "\n" + machine_line(info))
     draw_curves(data, RESULTS / "distributed_curves.png")
@@ -660,9 +673,9 @@ def draw_curves(data: dict[str, Any], path: Path) -> None:
     figure = matplotlib.figure.Figure(figsize=(8, 4.5), layout="constrained")
     axis = figure.subplots()
     for i, (seed, runs) in enumerate(data["seeds"].items()):
-        for run, style, ranks in zip(runs, ("-", "--"), ("1 rank", "2 ranks"), strict=True):
-            axis.plot(run["global_step"], run["episodic_return"], style, color=f"C{i}", lw=1.2,
-                      label=f"seed {seed}, {ranks}")  # fmt: skip
+        for style, (name, run) in zip(("-", "--", ":"), runs.items(), strict=True):
+            axis.plot(run["global_step"], run["rollout/episodic_return"], style,
+                      color=f"C{i}", lw=1.2, label=f"seed {seed}, {name}")  # fmt: skip
     axis.set(xlabel="environment steps", ylabel="episodic return", title="Hopper-v5, the same seed")
     axis.grid(alpha=0.3)
     axis.legend(fontsize=8)
@@ -682,7 +695,8 @@ def main() -> None:
         if task == "messages":
             result: Any = measure_messages(float(arguments[0]))
         else:
-            result = measure_loop(arguments[0], json.loads(arguments[1]))
+            measure_it = {"loop": measure_loop, "costs": measure_costs}[task]
+            result = measure_it(arguments[0], json.loads(arguments[1]))
         if os.environ.get("RANK", "0") == "0":
             print(json.dumps(result))
         return
@@ -705,9 +719,9 @@ def measure(quick: bool, rounds: int) -> dict[str, Any]:
     data: dict[str, Any] = {"machine": info, "rows": [], "costs": {}, "loops": [], "messages": [], "checks": {}}
     compiling: dict[str, Any] = {"compile": False} if quick else {}
     for script in list(SCRIPTS)[: 1 if quick else None]:
-        costs, loops = costs_of(script, **compiling)
-        data["costs"][script] = asdict(costs)
-        data["loops"] += loops
+        measured = in_fresh_process("distributed", "costs", script, json.dumps(compiling))
+        data["costs"][script] = measured["costs"]
+        data["loops"] += [{"script": script, **loop} for loop in measured["loops"]]
     for ranks in (2,) if quick else (2, 4):
         data["messages"] += with_ranks(ranks, "messages", "0.02" if quick else "0.5")
     data["network"] = asdict(network_of(data["messages"]))

@@ -59,6 +59,7 @@ def flags_of(path: Path) -> set[str]:
 @pages
 def test_every_function_a_page_names_exists(page: Path) -> None:
     files = [ROOT / name for name in SCRIPTS] + [*(ROOT / "envs").rglob("*.py"), *DOCS.glob("*.py")]
+    files += (ROOT / "benchmarks").glob("*.py")
     known = set().union(*(definitions(path) for path in files))
     cited = set(re.findall(r"`([A-Za-z_][\w.]*)\(\)`", page.read_text()))
     assert cited <= known, cited - known
