@@ -1,9 +1,9 @@
 """What several ranks (torchrun) cost and bring: measured parts, a model of them, its check, and the learning curves.
 
-    python -m benchmarks.distributed            # measure, check on one and two ranks, predict up to 1,024: 25 minutes
-    python -m benchmarks.distributed --quick    # MuJoCo only, few sizes, one round
+    python -m benchmarks.distributed            # measure, check on one and two ranks, predict up to 1,024: ten minutes
+    python -m benchmarks.distributed --quick    # MuJoCo only, not compiled
     python -m benchmarks.distributed --report   # measure nothing, write page and figure from the JSON of the last run
-    python -m benchmarks.distributed --curves   # Hopper-v5, three seeds, one rank beside two: 20 minutes
+    python -m benchmarks.distributed --curves   # Hopper-v5, three seeds, one rank beside two: half an hour
 
 The parts are timed inside the real loop: a process trains a few updates with `learn` of the script, one core, and
 hooks note the CPU time at which environment steps, `compute_gae`, gradient averages and epochs begin and end. CPU time,
@@ -66,21 +66,22 @@ class Line:
 
 @dataclass(frozen=True)
 class Network:
-    """A message of `size` bytes needs hop + size / bandwidth seconds from one rank to the next."""
+    """A message of `size` bytes needs hop + size / bandwidth seconds from one rank to the next, and `call` once."""
 
     hop: float
     bandwidth: float
     tree: bool = False  # small all_reduces along a tree, as nccl does; gloo always uses a ring
+    call: float = 0.0  # what the software takes for any operation
 
     def all_reduce(self, size: float, ranks: int) -> float:
         """Around the ring twice, a part of size / ranks at each of 2 (ranks - 1) hops; or up and down a tree."""
         ring = 2 * (ranks - 1) * (self.hop + size / ranks / self.bandwidth)
         tree = 2 * math.ceil(math.log2(ranks)) * self.hop + 2 * size / self.bandwidth
-        return min(ring, tree) if self.tree else ring
+        return self.call + (min(ring, tree) if self.tree else ring)
 
     def all_gather(self, size: float, ranks: int) -> float:
         """`size` bytes of each rank, once around the ring: ranks - 1 hops."""
-        return (ranks - 1) * (self.hop + size / self.bandwidth)
+        return self.call + (ranks - 1) * (self.hop + size / self.bandwidth)
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,18 @@ ASSUMED = {
 }
 
 
+def assumed(messages: list[dict[str, Any]]) -> dict[str, Network]:
+    """ASSUMED, with the CPU time that a rank spends on the smallest message here: no network takes that away."""
+    call = statistics.mean(row["cpu"] for row in smallest_of(messages))
+    return {name: replace(network, call=call) for name, network in ASSUMED.items()}
+
+
+def smallest_of(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows of the smallest all_reduce and all_gather between two ranks."""
+    least = [row for row in messages if (row["ranks"], row["bytes"]) == (2, SIZES[0])]
+    return [row for row in least if row["operation"] != "all_gather_object"]
+
+
 def scenarios(defaults: Workload, ranks: int) -> dict[str, Workload]:
     """Ways to use so many ranks."""
     n = defaults.num_envs * ranks
@@ -172,13 +185,13 @@ def scenarios(defaults: Workload, ranks: int) -> dict[str, Workload]:
 
 
 def pays_up_to(speeds: Sequence[float | None], gain: float = 1.25) -> int:
-    """The most ranks reached by doublings each of which raises steps/s by at least a quarter."""
-    ranks = 1
-    for before, after in itertools.pairwise(speeds):
-        if before is None or after is None or after < gain * before:
-            break
-        ranks *= 2
-    return ranks
+    """The most ranks, of 1, 2, 4, ..., that are faster than any fewer by at least a quarter."""
+    best, pays = 0.0, 1
+    for i, speed in enumerate(speeds):
+        if speed is not None and speed >= gain * best:
+            pays = 2**i
+        best = max(best, speed or 0.0)
+    return pays
 
 
 # ---- measuring the parts --------------------------------------------------------------------------------------------
@@ -284,9 +297,9 @@ def measure_loop(script_name: str, values: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-# Two sizes of each script, as different as can be waited for, with the same num_steps: a line goes through them.
 BACKEND = available_backends()[0]  # the fastest that is installed
 QUIET = {"eval_every": 0, "eval_episodes": 1, "save_every": 0, "hints": False, "num_workers": 1, "capture_video": False}
+# Two sizes of each script, as different as can be waited for, with the same num_steps: a line goes through them.
 SCRIPTS: dict[str, list[dict[str, Any]]] = {
     "ppo_continuous_mujoco": [
         {"num_envs": 8, "num_steps": 32, "num_minibatches": 4, "update_epochs": 4, "total_timesteps": 8 * 256},
@@ -297,24 +310,12 @@ SCRIPTS: dict[str, list[dict[str, Any]]] = {
         {"num_envs": 256, "num_steps": 50, "num_minibatches": 4, "update_epochs": 4, "total_timesteps": 6 * 12_800},
     ],
     "ppo_atari_mario": [
-        {
-            "backend": BACKEND,
-            "num_envs": 4,
-            "num_steps": 32,
-            "num_minibatches": 4,
-            "update_epochs": 3,
-            "total_timesteps": 6 * 128,
-        },
-        {
-            "backend": BACKEND,
-            "num_envs": 32,
-            "num_steps": 32,
-            "num_minibatches": 4,
-            "update_epochs": 3,
-            "total_timesteps": 4 * 1024,
-        },
+        {"num_envs": 4, "num_steps": 32, "num_minibatches": 4, "update_epochs": 3, "total_timesteps": 6 * 128,
+         "backend": BACKEND},
+        {"num_envs": 32, "num_steps": 32, "num_minibatches": 4, "update_epochs": 3, "total_timesteps": 4 * 1024,
+         "backend": BACKEND},
     ],
-}
+}  # fmt: skip
 APART = {"target_kl": 1e9}  # never reached, and the script then compiles gradients and Adam apart, as for several ranks
 CHECKS: dict[str, dict[str, Any]] = {  # trained by one and by two ranks, to be compared with the prediction
     "MuJoCo, minibatches of 64 (the default)": {
@@ -434,11 +435,10 @@ def measure_messages(seconds: float) -> list[dict[str, Any]]:
 def network_of(rows: list[dict[str, Any]]) -> Network:
     """hop and bandwidth of two processes of this machine: from the fastest of the smallest messages, when both had a
     core, and from the CPU time of those of 1 MiB and more, because copying is all that they need here."""
-    two = [row for row in rows if row["ranks"] == 2 and row["operation"] != "all_gather_object"]
-    smallest = {row["operation"]: row["fastest"] for row in two if row["bytes"] == SIZES[0]}
+    smallest = {row["operation"]: row["fastest"] for row in smallest_of(rows)}
     hop = statistics.mean([smallest["all_reduce"] / 2, smallest["all_gather"]])
     # Between two ranks either operation sends `bytes` once in each direction.
-    rates = [row["bytes"] / row["cpu"] for row in two if row["bytes"] >= 2**20]
+    rates = [row["bytes"] / row["cpu"] for row in rows if row["ranks"] == 2 and row["bytes"] >= 2**20]
     return Network(hop, statistics.median(rates))
 
 
@@ -509,10 +509,11 @@ def us(seconds: float) -> str:
 
 def page_of(data: dict[str, Any]) -> str:
     """All tables, from what was measured; the predictions are made here."""
-    networks = {"this machine": Network(**data["network"]), **ASSUMED}
+    networks = {"this machine": Network(**data["network"]), **assumed(data["messages"])}
     local = networks["this machine"]
     page = "# Several ranks: what they cost, and what they would bring\n\n`python -m benchmarks.distributed`; "
-    page += "the formulas and what follows from them are in [docs/distributed.md](../docs/distributed.md).\n"
+    page += "the formulas and what follows from them are in [docs/distributed.md](../docs/distributed.md). "
+    page += "Pays up to: the most ranks that are faster than any fewer by at least a quarter.\n"
 
     page += "\n## Costs on one core, microseconds of CPU time\n\n"
     parts = {"environment": "environment step", "inference": "inference, a step", "bootstrap": "bootstrap",
@@ -559,6 +560,12 @@ def page_of(data: dict[str, Any]) -> str:
     for network in networks:
         given = "" if network == "this machine" else " (assumed, not measured)"
         page += f"\n## steps/s on {network}{given}\n\n"
+        if given:
+            x = networks[network]
+            page += (
+                f"{us(x.hop)} us a hop and {x.bandwidth / 1e9:.3g} GB/s (assumed), {us(x.call)} us of CPU an operation "
+            )
+            page += "(measured here, with gloo)" + ("; all_reduce along a tree.\n\n" if x.tree else ".\n\n")
         header = ["script", "use", "pays up to", *(f"{ranks:,}" for ranks in RANKS)]
         rows = []
         for script, cost in costs.items():
@@ -573,7 +580,7 @@ def page_of(data: dict[str, Any]) -> str:
     for script, cost in costs.items():
         for ranks in (1, 2, 16, 128, 1024):
             work = scenarios(default_work(script), ranks)["weak, larger minibatches"]
-            seconds = predict(cost, work, ranks, ASSUMED["Ethernet"]) or {}
+            seconds = predict(cost, work, ranks, networks["Ethernet"]) or {}
             total = sum(seconds.values())
             gib = cost.transition_bytes * work.batch_size / 2**30
             rows.append([NAMES[script], f"{ranks:,}", f"{total:.2f}", *(f"{x / total:.0%}" for x in seconds.values()),
@@ -591,18 +598,19 @@ def draw(data: dict[str, Any], path: Path) -> None:
     """Predicted steps/s over the number of ranks."""
     import matplotlib.figure
 
+    networks = assumed(data["messages"])
     figure = matplotlib.figure.Figure(figsize=(14, 4.8), layout="constrained")
     axes = figure.subplots(1, len(data["costs"]), squeeze=False)[0]
     for axis, (script, saved) in zip(axes, data["costs"].items(), strict=True):
         for i, use in enumerate(scenarios(default_work(script), 1)):
             for network, style in (("Ethernet", "-"), ("InfiniBand", "--")):
-                speeds = [speed or math.nan for speed in speeds_of(costs_from(saved), script, use, ASSUMED[network])]
+                speeds = [speed or math.nan for speed in speeds_of(costs_from(saved), script, use, networks[network])]
                 axis.loglog(RANKS, speeds, style, color=f"C{i}", marker="o", ms=3, lw=1.2,
                             label=use if style == "-" else None)  # fmt: skip
         axis.set(title=f"{NAMES[script]}: predicted", xlabel="ranks, one core each", ylabel="environment steps/s")
         axis.grid(alpha=0.3)
-    axes[0].legend(fontsize=8, title="solid: 10 Gbit/s Ethernet, gloo\ndashed: 200 Gbit/s InfiniBand, nccl",
-                   title_fontsize=8)  # fmt: skip
+    assumptions = "solid: 10 Gbit/s Ethernet, gloo\ndashed: 200 Gbit/s InfiniBand, nccl"
+    axes[-1].legend(fontsize=8, loc="lower right", title=assumptions, title_fontsize=8)
     figure.savefig(path, dpi=100)
 
 
@@ -684,10 +692,10 @@ def draw_curves(data: dict[str, Any], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="MuJoCo only, not compiled, one round")
+    parser.add_argument("--quick", action="store_true", help="MuJoCo only, not compiled")
     parser.add_argument("--report", action="store_true", help="only write page and figure anew")
     parser.add_argument("--curves", action="store_true", help="learning curves of one rank beside two")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds of the check")
+    parser.add_argument("--rounds", type=int, default=2, help="rounds of the check")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
@@ -727,7 +735,7 @@ def measure(quick: bool, rounds: int) -> dict[str, Any]:
     data["network"] = asdict(network_of(data["messages"]))
     for name in list(CHECKS)[: 1 if quick else None]:
         found: dict[int, list[Any]] = {}
-        speeds = check(name, 1 if quick else rounds, found, **compiling)
+        speeds = check(name, 2 if quick else rounds, found, **compiling)
         data["rows"] += rows_of(name, speeds, ["1 rank"])
         data["checks"][name] = {str(ranks): runs for ranks, runs in found.items()}
     data["measured"] = machine_line(info)

@@ -32,6 +32,9 @@ def test_messages_by_hand() -> None:
     assert NETWORK.all_reduce(20, 2) == 2 * (1 + 10 / 10)
     assert NETWORK.all_reduce(40, 4) == 6 * (1 + 10 / 10)
     assert NETWORK.all_gather(20, 4) == 3 * (1 + 20 / 10)
+    slow_software = replace(NETWORK, call=5)
+    assert slow_software.all_gather(20, 4) == 5 + 9  # once, not at each hop
+    assert slow_software.all_reduce(20, 2) == 5 + 4
     tree = replace(NETWORK, tree=True)
     assert tree.all_reduce(4, 8) == pytest.approx(2 * 3 * 1 + 2 * 4 / 10)  # 14.7 around the ring
     assert tree.all_reduce(4000, 8) == NETWORK.all_reduce(4000, 8)  # long messages go around the ring
@@ -85,9 +88,9 @@ def test_what_every_rank_does_for_all_limits_weak_scaling() -> None:
 
 @pytest.mark.parametrize(
     ("speeds", "ranks"),
-    [([100, 200, 300, 320, 900], 4), ([100, 90], 1), ([100, 130, None, None], 2), ([100, 200, 400], 4)],
+    [([100, 200, 300, 320], 4), ([100, 90], 1), ([100, 130, None, None], 2), ([100, 90, 124], 1), ([100, 90, 125], 4)],
 )
-def test_ranks_pay_while_a_doubling_gains_a_quarter(speeds: list[float | None], ranks: int) -> None:
+def test_ranks_pay_where_they_are_a_quarter_faster_than_any_fewer(speeds: list[float | None], ranks: int) -> None:
     assert distributed.pays_up_to(speeds) == ranks
 
 
