@@ -242,6 +242,11 @@ def require(values: Any, condition: str, holds: Callable[[Any], bool], *names: s
             raise UsageError(f"{flag(name)} must be {condition}, not {value}.")
 
 
+def world_size() -> int:
+    """The number of processes of this run: torchrun sets the variable (docs/distributed.md)."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def check_ranges(args: Args) -> None:
     """Raise UsageError for a value outside its range: what holds for every PPO script."""
     require(args, "at least 1", lambda x: x >= 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches",
@@ -260,7 +265,7 @@ def check_ranges(args: Args) -> None:
         raise UsageError("--track needs Weights & Biases: pip install wandb.")
     if args.resume and args.logdir is None:
         raise UsageError("--resume needs --logdir, the folder of the run to continue.")
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    ranks = world_size()
     if args.num_envs % ranks or args.minibatch_size % ranks:
         raise UsageError(
             f"--num-envs {args.num_envs} and minibatches of {args.minibatch_size} cannot be split evenly over {ranks} "
@@ -891,7 +896,7 @@ class Ranks:
     """
 
     def __init__(self, args: Args) -> None:
-        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.rank, self.size = int(os.environ.get("RANK", 0)), world_size()
         self.device = torch.device(args.device)
         if self.size > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
@@ -1021,9 +1026,9 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None]:
     for name, saved in (checkpoint or {"args": {}})["args"].items():
         if name not in RESUMABLE and getattr(args, name, None) != saved:
             raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name, None)}.")
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    if checkpoint is not None and len(checkpoint["ranks"]) != ranks:
-        raise UsageError(f"{logdir} is a run of {len(checkpoint['ranks'])} processes and cannot go on with {ranks}.")
+    if checkpoint is not None and len(checkpoint["ranks"]) != world_size():
+        ranks = len(checkpoint["ranks"])
+        raise UsageError(f"{logdir} is a run of {ranks} processes and cannot go on with {world_size()}.")
     try:
         logdir.mkdir(parents=True, exist_ok=True)
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
@@ -1093,8 +1098,8 @@ def learn(
     rates = [torch.tensor(args.learning_rate, device=device)]
     gradients_of, optimizer_step = ppo_gradients, adam_step
     # Ranks normalise a minibatch's advantages before each takes its part of it.
-    split_minibatches = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
-    loss_args = replace(args, norm_adv=False) if split_minibatches else args
+    normalize_here = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
+    loss_args = replace(args, norm_adv=False) if normalize_here else args
 
     per_call = math.gcd(4, args.num_minibatches)  # four steps in one compiled call save a third of its time
 
@@ -1227,10 +1232,11 @@ def learn(
         for _ in range(args.update_epochs):
             order = torch.randperm(args.batch_size, device=device)  # detail 6: each transition once an epoch
             minibatches = [x[order].unflatten(0, (args.num_minibatches, -1)) for x in batch]
-            if split_minibatches:
+            if normalize_here:
                 *others, mb_advantages, mb_returns = minibatches
                 mb_advantages = normalize_advantages(mb_advantages.T, per_env=True).T  # a column a minibatch
-                minibatches = [x[:, ranks.rank :: ranks.size] for x in (*others, mb_advantages, mb_returns)]
+                minibatches = [*others, mb_advantages, mb_returns]
+            minibatches = [x[:, ranks.rank :: ranks.size] for x in minibatches]
             before = len(steps)
             for i in range(0, args.num_minibatches, per_call):
                 steps += learn_from([x[i : i + per_call] for x in minibatches])
@@ -1275,7 +1281,8 @@ def learn(
                   "inference_share": 1 - env_share - update_share, "update_share": update_share}  # fmt: skip
         logger.write("timing.csv", counters.global_step, {f"time/{name}": value for name, value in timing.items()})
         eta = (args.total_timesteps - counters.global_step) * counters.seconds / counters.global_step
-        flags = "" if is_atari(args) else f"| flags {episodic[2]:>4.0%}, at best {counters.best_success_rate:.0%} "
+        best = f"{counters.best_success_rate:.0%}" if counters.best_success_rate >= 0 else "?"  # before an evaluation
+        flags = "" if is_atari(args) else f"| flags {episodic[2]:>4.0%}, at best {best} "
         logger.line(f"step {counters.global_step:>10,} | {sps:>7,.0f} steps/s | return {episodic[0]:>8.2f} {flags}| KL "
                     f"{record['train/approx_kl']:.4f} | {eta / 60:.1f} min left")  # fmt: skip
 
@@ -1388,10 +1395,10 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
             gif = folder / f"episode_{i + 1:03d}_return_{returns[-1]:.0f}_steps_{episode['lengths'][0]}.gif"
             save_gif(episode["frames"], gif, play_args.gif_fps)
             say(f"  {gif}")
-    error = np.std(returns, ddof=1) / math.sqrt(len(returns)) if len(returns) > 1 else math.nan
+    error = float(np.std(returns, ddof=1) / math.sqrt(len(returns))) if len(returns) > 1 else None
     success_rate = None if is_atari(args) else float(np.mean(successes))
     summary = {"success_rate": success_rate, "mean_return": float(np.mean(returns)),
-               "standard_error": float(error), "returns": returns}  # fmt: skip
+               "standard_error": error, "returns": returns}  # fmt: skip
     print(json.dumps(summary))
     return summary
 

@@ -226,6 +226,11 @@ def require(values: Any, condition: str, holds: Callable[[Any], bool], *names: s
             raise UsageError(f"{flag(name)} must be {condition}, not {value}.")
 
 
+def world_size() -> int:
+    """The number of processes of this run: torchrun sets the variable (docs/distributed.md)."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def check_ranges(args: Args) -> None:
     """Raise UsageError for a value outside its range: what holds for every PPO script."""
     require(args, "at least 1", lambda x: x >= 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches",
@@ -244,7 +249,7 @@ def check_ranges(args: Args) -> None:
         raise UsageError("--track needs Weights & Biases: pip install wandb.")
     if args.resume and args.logdir is None:
         raise UsageError("--resume needs --logdir, the folder of the run to continue.")
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    ranks = world_size()
     if args.num_envs % ranks or args.minibatch_size % ranks:
         raise UsageError(
             f"--num-envs {args.num_envs} and minibatches of {args.minibatch_size} cannot be split evenly over {ranks} "
@@ -997,7 +1002,7 @@ class Ranks:
     """
 
     def __init__(self, args: Args) -> None:
-        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.rank, self.size = int(os.environ.get("RANK", 0)), world_size()
         self.device = torch.device(args.device)
         if self.size > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
@@ -1127,9 +1132,9 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None]:
     for name, saved in (checkpoint or {"args": {}})["args"].items():
         if name not in RESUMABLE and getattr(args, name, None) != saved:
             raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name, None)}.")
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    if checkpoint is not None and len(checkpoint["ranks"]) != ranks:
-        raise UsageError(f"{logdir} is a run of {len(checkpoint['ranks'])} processes and cannot go on with {ranks}.")
+    if checkpoint is not None and len(checkpoint["ranks"]) != world_size():
+        ranks = len(checkpoint["ranks"])
+        raise UsageError(f"{logdir} is a run of {ranks} processes and cannot go on with {world_size()}.")
     try:
         logdir.mkdir(parents=True, exist_ok=True)
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
@@ -1183,8 +1188,8 @@ def learn(
     ent_coef: Any = torch.tensor(args.ent_coef, device=device)
     gradients_of, optimizer_step = ppo_gradients, adam_step
     # Ranks normalise a minibatch's advantages before each takes its part of it.
-    split_minibatches = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
-    loss_args = replace(args, ent_coef=ent_coef, norm_adv=args.norm_adv and not split_minibatches)
+    normalize_here = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
+    loss_args = replace(args, ent_coef=ent_coef, norm_adv=args.norm_adv and not normalize_here)
 
     per_call = math.gcd(4, args.num_minibatches)  # four steps in one compiled call save a third of its time
 
@@ -1321,10 +1326,11 @@ def learn(
         for _ in range(args.update_epochs):
             order = torch.randperm(args.batch_size, device=device)  # detail 6: each transition once an epoch
             minibatches = [x[order].unflatten(0, (args.num_minibatches, -1)) for x in batch]
-            if split_minibatches:
+            if normalize_here:
                 *others, mb_advantages, mb_returns = minibatches
                 mb_advantages = normalize_advantages(mb_advantages.T, per_env=True).T  # a column a minibatch
-                minibatches = [x[:, ranks.rank :: ranks.size] for x in (*others, mb_advantages, mb_returns)]
+                minibatches = [*others, mb_advantages, mb_returns]
+            minibatches = [x[:, ranks.rank :: ranks.size] for x in minibatches]
             before = len(steps)
             for i in range(0, args.num_minibatches, per_call):
                 steps += learn_from([x[i : i + per_call] for x in minibatches])
@@ -1385,14 +1391,15 @@ def learn(
                     f"{record['train/approx_kl']:.4f} | {eta / 60:.1f} min left")  # fmt: skip
 
         # --- evaluate ---------------------------------------------------------------------------------
-        threshold = args.compliance_threshold
+        threshold, evaluated = args.compliance_threshold, None
         if threshold is not None:
             recent, episodes = zip(*ranks.gather_objects((vec_env.recent, vec_env.episodes)), strict=True)
             if is_compliant(np.concatenate(recent), np.concatenate(episodes), threshold, args.min_episodes):
-                counters.compliant = ranks.run_once(evaluate, agent, args)["compliance"] >= threshold
+                evaluated = ranks.run_once(evaluate, agent, args)
+                counters.compliant = evaluated["compliance"] >= threshold
         last = counters.update == args.num_updates or counters.compliant
         if last or crossed(counters.global_step, args.batch_size, args.eval_every):
-            evaluation = ranks.run_once(evaluate, agent, args)
+            evaluation = evaluated or ranks.run_once(evaluate, agent, args)
             names = ["score", "mean_return", "std_return", "mean_length"] + ["compliance"] * bool(args.workflow)
             scores = {f"eval/{name}": evaluation[name] for name in names}
             cells = {f"eval/{name}": cell[0] for name, cell in evaluation["cells"].items()}
@@ -1799,8 +1806,8 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
         plot_actions(blue_actions / len(everything), logdir / "actions.png")
         print(logdir / "actions.png")
     print("\n" + "\n".join(f"{name:<12} {mean:>8.2f} +- {error:.2f}" for name, (mean, error) in cells.items()))
-    error = np.std(everything, ddof=1) / math.sqrt(len(everything)) if len(everything) > 1 else math.nan
-    summary = {"mean_return": float(np.mean(everything)), "standard_error": float(error), "returns": everything,
+    error = float(np.std(everything, ddof=1) / math.sqrt(len(everything))) if len(everything) > 1 else None
+    summary = {"mean_return": float(np.mean(everything)), "standard_error": error, "returns": everything,
                "cells": cells, "score": sum(mean for mean, _ in cells.values()),
                **(fix_metrics(np.array(fixes)) if fixes else {})}  # fmt: skip
     print(json.dumps(summary))

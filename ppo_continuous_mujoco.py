@@ -226,6 +226,11 @@ def require(values: Any, condition: str, holds: Callable[[Any], bool], *names: s
             raise UsageError(f"{flag(name)} must be {condition}, not {value}.")
 
 
+def world_size() -> int:
+    """The number of processes of this run: torchrun sets the variable (docs/distributed.md)."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
 def check_ranges(args: Args) -> None:
     """Raise UsageError for a value outside its range: what holds for every PPO script."""
     require(args, "at least 1", lambda x: x >= 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches",
@@ -244,7 +249,7 @@ def check_ranges(args: Args) -> None:
         raise UsageError("--track needs Weights & Biases: pip install wandb.")
     if args.resume and args.logdir is None:
         raise UsageError("--resume needs --logdir, the folder of the run to continue.")
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    ranks = world_size()
     if args.num_envs % ranks or args.minibatch_size % ranks:
         raise UsageError(
             f"--num-envs {args.num_envs} and minibatches of {args.minibatch_size} cannot be split evenly over {ranks} "
@@ -846,7 +851,7 @@ class Ranks:
     """
 
     def __init__(self, args: Args) -> None:
-        self.rank, self.size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        self.rank, self.size = int(os.environ.get("RANK", 0)), world_size()
         self.device = torch.device(args.device)
         if self.size > 1:
             dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
@@ -976,9 +981,9 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None]:
     for name, saved in (checkpoint or {"args": {}})["args"].items():
         if name not in RESUMABLE and getattr(args, name, None) != saved:
             raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name, None)}.")
-    ranks = int(os.environ.get("WORLD_SIZE", 1))
-    if checkpoint is not None and len(checkpoint["ranks"]) != ranks:
-        raise UsageError(f"{logdir} is a run of {len(checkpoint['ranks'])} processes and cannot go on with {ranks}.")
+    if checkpoint is not None and len(checkpoint["ranks"]) != world_size():
+        ranks = len(checkpoint["ranks"])
+        raise UsageError(f"{logdir} is a run of {ranks} processes and cannot go on with {world_size()}.")
     try:
         logdir.mkdir(parents=True, exist_ok=True)
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
@@ -1032,8 +1037,8 @@ def learn(
     rates = [torch.tensor(learning_rate, device=device) for learning_rate in learning_rates]
     gradients_of, optimizer_step = ppo_gradients, adam_step
     # Ranks normalise a minibatch's advantages before each takes its part of it.
-    split_minibatches = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
-    loss_args = replace(args, norm_adv=False) if split_minibatches else args
+    normalize_here = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
+    loss_args = replace(args, norm_adv=False) if normalize_here else args
 
     per_call = math.gcd(4, args.num_minibatches)  # four steps in one compiled call save a third of its time
 
@@ -1181,10 +1186,11 @@ def learn(
         for _ in range(args.update_epochs):
             order = torch.randperm(args.batch_size, device=device)  # detail 6: each transition once an epoch
             minibatches = [x[order].unflatten(0, (args.num_minibatches, -1)) for x in batch]
-            if split_minibatches:
+            if normalize_here:
                 *others, mb_advantages, mb_returns = minibatches
                 mb_advantages = normalize_advantages(mb_advantages.T, per_env=True).T  # a column a minibatch
-                minibatches = [x[:, ranks.rank :: ranks.size] for x in (*others, mb_advantages, mb_returns)]
+                minibatches = [*others, mb_advantages, mb_returns]
+            minibatches = [x[:, ranks.rank :: ranks.size] for x in minibatches]
             before = len(steps)
             for i in range(0, args.num_minibatches, per_call):
                 steps += learn_from([x[i : i + per_call] for x in minibatches])
@@ -1331,8 +1337,8 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
             gif = folder / f"episode_{i + 1:03d}_return_{returns[-1]:.0f}_steps_{episode['lengths'][0]}.gif"
             save_gif(episode["frames"], gif, play_args.gif_fps)
             print(f"  {gif}")
-    error = np.std(returns, ddof=1) / math.sqrt(len(returns)) if len(returns) > 1 else math.nan
-    summary = {"mean_return": float(np.mean(returns)), "standard_error": float(error), "returns": returns}
+    error = float(np.std(returns, ddof=1) / math.sqrt(len(returns))) if len(returns) > 1 else None
+    summary = {"mean_return": float(np.mean(returns)), "standard_error": error, "returns": returns}
     print(json.dumps(summary))
     return summary
 

@@ -35,7 +35,7 @@ IDLE = -1  # RUNNING: the index of the environment whose code is running, or IDL
 
 FAILED = object()  # in place of what an environment's step returns
 
-SPINS = 200  # polls, about 100 us, before a worker sleeps: to wake a sleeper takes tens of us, a small step less
+SPINS = 1000  # polls, about 500 us, before a worker sleeps: to wake a sleeper takes tens of us, a small step less
 SMALL_MESSAGE = 32_768  # bytes that surely fit the pipe's buffer
 PARENT_CHECK_SECONDS = 1.0
 

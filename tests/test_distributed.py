@@ -123,6 +123,21 @@ def test_two_ranks_learn_the_same_with_other_settings(
         assert min(row["train/update_epochs_done"] for row in progress(tmp_path / "two")) < 2
 
 
+@pytest.mark.parametrize("values", [{}, {"norm_adv": False}, {"norm_adv_scope": "batch"}], ids=str)
+def test_each_rank_computes_the_gradient_of_its_part_of_a_minibatch(
+    ranked: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]
+) -> None:
+    original, output = ranked.ppo_gradients, tmp_path / "output.txt"
+    args = tiny(ranked, tmp_path / "two", **values)
+
+    def checked(agent: Any, minibatch: Any, loss_args: Any) -> Any:
+        assert [len(x) for x in minibatch] == [args.minibatch_size // 2] * 6
+        return original(agent, minibatch, loss_args)
+
+    monkeypatch.setattr(ranked, "ppo_gradients", checked)
+    assert run_ranks(2, lambda: ranked.train(args)["signal"], output) == [0, 0], output.read_text()
+
+
 def test_four_ranks_of_one_environment_each(continuous: ModuleType, tmp_path: Path) -> None:
     output = tmp_path / "output.txt"
     continuous.train(tiny(continuous, tmp_path / "one"))
