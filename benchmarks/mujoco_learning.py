@@ -2,6 +2,7 @@
 
     python -m benchmarks.mujoco_learning                                   # all eleven tasks, 1 M steps, three seeds
     python -m benchmarks.mujoco_learning --tasks Hopper-v5 --seeds 1 2 3 4 5
+    python -m benchmarks.mujoco_learning --peer-seeds 1 2                  # and SB3's PPO as its RL Zoo tuned it, hours
     python -m benchmarks.mujoco_learning --quick                           # HalfCheetah, one seed, 200,000 steps
     python -m benchmarks.mujoco_learning --report                          # tables and curves of what has been run
 
@@ -20,6 +21,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
@@ -61,29 +63,46 @@ def learning_args(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def run(task: str, steps: int, seed: int, workers: int) -> None:
-    """Start, resume or skip one run; adds its CPU seconds to cpu_seconds.txt, a line a start."""
+    """Start, resume or skip one run of ours."""
     logdir = FOLDER / f"{task}-{steps}-{seed}"
     if (logdir / "curves.png").exists():
         return
     if (logdir / "latest.pt").exists():
-        flags = ["ppo_continuous_mujoco.py", "--resume"]
+        words = ["ppo_continuous_mujoco.py", "--resume"]
     else:
-        flags = command(task, steps, seed)
-    logdir.mkdir(parents=True, exist_ok=True)
-    line = [sys.executable, *flags, "--logdir", str(logdir), "--num-workers", str(workers)]
-    with open(logdir / "output.txt", "a") as output, open(logdir / "cpu_seconds.txt", "a") as cpu_seconds:
-        process = subprocess.Popen(line, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
+        words = command(task, steps, seed)
+    run_process([*words, "--logdir", str(logdir), "--num-workers", str(workers)], logdir)
+
+
+def run_peer(task: str, steps: int, seed: int) -> None:
+    """Run or skip SB3 on one task; what was killed begins anew."""
+    folder = FOLDER / f"sb3-{task}-{steps}-{seed}"
+    if not (folder / "seconds.txt").exists():
+        options = ["--task", task, "--steps", str(steps), "--seed", str(seed), "--folder", str(folder)]
+        started = time.perf_counter()
+        if run_process(["-m", "benchmarks.sb3_zoo", *options], folder) == 0:
+            (folder / "seconds.txt").write_text(str(time.perf_counter() - started))
+
+
+def run_process(words: list[str], folder: Path) -> int:
+    """Run `python words...`; returns its exit code and adds its CPU seconds to cpu_seconds.txt, a line a start."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "output.txt", "a") as output, open(folder / "cpu_seconds.txt", "a") as cpu_seconds:
+        process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         print(usage.ru_utime + usage.ru_stime, file=cpu_seconds)
+    return process.returncode
 
 
 def read_run(logdir: Path) -> dict[str, Any]:
-    """What the results keep of a finished run."""
+    """What the results keep of a finished run, ours or SB3's."""
     evaluations = {key.removeprefix("eval/"): x.tolist() for key, x in read_csv(logdir / "eval.csv").items()}
-    cpu = logdir / "cpu_seconds.txt"
+    cpu, seconds = logdir / "cpu_seconds.txt", logdir / "seconds.txt"
     return {
-        "seconds": float(read_csv(logdir / "timing.csv")["time/seconds"][-1]),
+        "seconds": float(
+            seconds.read_text() if seconds.exists() else read_csv(logdir / "timing.csv")["time/seconds"][-1]
+        ),
         "cpu_seconds": sum(map(float, cpu.read_text().split())) if cpu.exists() else None,
         "cpu": machine_info()["cpu"],
         "evaluations": evaluations,
@@ -91,7 +110,8 @@ def read_run(logdir: Path) -> dict[str, Any]:
 
 
 def merge(stored: dict[str, Any], task: str, steps: int) -> dict[str, Any]:
-    """{"command", "args", "seeds": {seed: run}} of a task: the stored runs and the finished ones that had `args`."""
+    """{"command", "args", "seeds": {seed: run}, "sb3_seeds": {seed: run}} of a task: the stored runs and the finished
+    ones, of ours those that had `args`."""
     words = command(task, steps, 1)
     args = json.loads(json.dumps(learning_args(asdict(parse_args(words[1:])))))
 
@@ -103,8 +123,11 @@ def merge(stored: dict[str, Any], task: str, steps: int) -> dict[str, Any]:
         config = json.loads((curves.parent / "config.json").read_text())
         if same(learning_args(config["args"])):
             seeds[str(config["args"]["seed"])] = read_run(curves.parent)
-    seeds = {seed: seeds[seed] for seed in sorted(seeds, key=int)}
-    return {"command": "python " + " ".join(words), "args": args, "seeds": seeds}
+    peers = stored.get("sb3_seeds", {})
+    for finished in FOLDER.glob(f"sb3-{task}-{steps}-*/seconds.txt"):
+        peers[finished.parent.name.split("-")[-1]] = read_run(finished.parent)
+    seeds, peers = ({seed: runs[seed] for seed in sorted(runs, key=int)} for runs in (seeds, peers))
+    return {"command": "python " + " ".join(words), "args": args, "seeds": seeds, "sb3_seeds": peers}
 
 
 def report(steps: int) -> None:
@@ -122,19 +145,23 @@ def report(steps: int) -> None:
         best = np.array([max(run["evaluations"]["mean_return"]) for run in runs])
         interval = with_interval(statistics_of(final), "interquartile_mean") if len(runs) >= 3 else ""
         cpu = [run["cpu_seconds"] for run in runs if run["cpu_seconds"]]
+        peers = [run["evaluations"]["mean_return"][-1] for run in result["sb3_seeds"].values()]
         rows.append([
             task, preset, ", ".join(result["seeds"]), number(final.mean()), interval, ", ".join(map(number, final)),
             number(best.mean()), f"{number(published)} ({source})" if source else "",
-            f"{np.median([run['seconds'] for run in runs]):.0f}", f"{np.median(cpu):.0f}" if cpu else "",
+            ", ".join(map(number, peers)), f"{np.median([run['seconds'] for run in runs]):.0f}",
+            f"{np.median(cpu):.0f}" if cpu else "",
         ])  # fmt: skip
     header = ["task", "preset", "seeds", "final, mean", "interquartile mean (95 %)", "final, each seed",
-              "best in training, mean", "published at 1 M", "seconds", "CPU seconds"]  # fmt: skip
+              "best in training, mean", "published at 1 M", "SB3 here, each seed",
+              "seconds", "CPU seconds"]  # fmt: skip
     page = (
         f"# MuJoCo v5 at {steps:,} steps\n\n`python -m benchmarks.mujoco_learning --steps {steps}`. Return of ten "
         "deterministic episodes of the last policy, and statistics over seeds (of three seeds the interquartile mean "
         "is the mean, and the interval is too narrow). The presets were chosen on other seeds, 101 and up. Published "
         "scores are of older task versions and other protocols, a guide only. Seconds are medians of the wall-clock, "
-        "mostly of a busy machine, and of the CPU time where it was taken.\n\n"
+        "mostly of a busy machine, and of the CPU time where it was taken. SB3 has the parameters that its Zoo tuned "
+        "(`benchmarks/sb3_zoo.py`), the same steps and the same ten evaluation episodes.\n\n"
     )
     page += markdown_table(header, rows)
     info = machine_info(["torch", "gymnasium", "mujoco", "numpy"])
@@ -146,15 +173,19 @@ def report(steps: int) -> None:
 
 
 def draw(tasks: dict[str, Any], path: Path) -> None:
-    """A panel a task: every seed's evaluations, and the published score as a line."""
+    """A panel a task: every seed's evaluations, SB3's dotted, and the published score as a line."""
     columns = min(4, len(tasks))
     lines = -(-len(tasks) // columns)
     figure = matplotlib.figure.Figure(figsize=(3.6 * columns, 2.7 * lines), layout="constrained")
     axes = list(np.atleast_1d(figure.subplots(lines, columns)).flat)
     for axis, (task, result) in zip(axes, tasks.items(), strict=False):
-        for run in result["seeds"].values():
-            steps = np.array(run["evaluations"]["global_step"])
-            axis.plot(steps / 1e6, run["evaluations"]["mean_return"], lw=1.2)
+        for runs, style in (
+            (result["seeds"], {"lw": 1.2}),
+            (result["sb3_seeds"], {"color": "0.3", "ls": ":", "lw": 1.2}),
+        ):
+            for run in runs.values():
+                steps = np.array(run["evaluations"]["global_step"])
+                axis.plot(steps / 1e6, run["evaluations"]["mean_return"], **style)
         published = TASKS[task][1]
         if not np.isnan(published):
             axis.axhline(published, color="0.4", ls="--", lw=1)
@@ -170,6 +201,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="ID")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--peer-seeds", nargs="+", type=int, default=[], help="seeds of SB3's runs")
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each with one environment thread")
     parser.add_argument("--quick", action="store_true", help="HalfCheetah, one seed, 200,000 steps")
@@ -182,6 +214,9 @@ def main() -> None:
             for seed in options.seeds:
                 for task in options.tasks:
                     pool.submit(run, task, options.steps, seed, 2 if options.jobs == 1 else 1)
+            for seed in options.peer_seeds:
+                for task in options.tasks:
+                    pool.submit(run_peer, task, options.steps, seed)
     report(options.steps)
     print(json.dumps({"results": str(RESULTS / f"mujoco_learning_{options.steps // 1_000}k.md")}))
 
