@@ -14,6 +14,7 @@ import pickle
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,7 +36,7 @@ IDLE = -1  # RUNNING: the index of the environment whose code is running, or IDL
 
 FAILED = object()  # in place of what an environment's step returns
 
-SPINS = 1000  # polls, about 500 us, before a worker sleeps: to wake a sleeper takes tens of us, a small step less
+POLL_SECONDS = 0.0005  # of polling before going to sleep: to wake a sleeper takes tens of us, a small step less
 SMALL_MESSAGE = 32_768  # bytes that surely fit the pipe's buffer
 PARENT_CHECK_SECONDS = 1.0
 
@@ -58,7 +59,7 @@ class WorkerSetup:
     crash_pipe: connection.Connection
     autoreset_mode: AutoresetMode
     episode_statistics: bool
-    spin: bool
+    poll: bool  # before going to sleep
     inherited: list[connection.Connection]  # the parent's ends of pipes, which fork copies into the worker
 
 
@@ -82,6 +83,16 @@ class EnvError:
         except Exception:
             message = "(its text cannot be formatted)"
         return cls(env_index, kind.__module__, kind.__qualname__, message, traceback.format_exc())
+
+
+def poll(semaphore: Semaphore) -> bool:
+    """Try for POLL_SECONDS to acquire `semaphore` without going to sleep; return whether that succeeded."""
+    end = time.monotonic() + POLL_SECONDS
+    while not semaphore.acquire(False):
+        if time.monotonic() > end:
+            return False
+        give_way()
+    return True
 
 
 def worker_main(setup: WorkerSetup) -> None:
@@ -184,13 +195,8 @@ class Worker:
         """Obey commands until told to close, or until an environment has raised in `step` or `reset`."""
         setup, control = self.setup, self.control
         while True:
-            for _ in range(SPINS if setup.spin else 0):
-                if setup.go.acquire(False):
-                    break
-                give_way()
-            else:
+            if not (setup.poll and poll(setup.go)):
                 setup.go.acquire()
-
             name, requests = ("step", None) if control[COMMAND] == STEP else setup.pipe.recv()
             if name == "close":
                 return

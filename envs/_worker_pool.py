@@ -33,6 +33,7 @@ from envs._subproc_worker import (
     Requests,
     Results,
     WorkerSetup,
+    poll,
     worker_main,
 )
 
@@ -136,6 +137,7 @@ class WorkerPool:
     Args:
         owner: when it is garbage-collected, or this process exits, the workers are killed.
         env_fns: functions that create the environments, dealt to the workers in equal consecutive shares.
+        poll: whether parent and workers poll for a moment before they sleep; no use with more workers than cores.
         options: further fields of WorkerSetup.
     """
 
@@ -149,6 +151,7 @@ class WorkerPool:
         context: str | None,
         daemon: bool,
         step_timeout: float | None,
+        poll: bool,
         **options: Any,
     ) -> None:
         bounds = [w * len(env_fns) // num_workers for w in range(num_workers + 1)]
@@ -159,7 +162,8 @@ class WorkerPool:
         self._env_fns = [CloudpickleWrapper(env_fn) for env_fn in env_fns]
         self._context = multiprocessing.get_context(context)
         self._daemon = daemon
-        self._options = options
+        self._poll = poll
+        self._options = {"poll": poll, **options}
         # Unlike weakref.finalize and atexit, it does nothing in a process forked from this one, and it runs before
         # multiprocessing's own exit function, which would wait for the workers.
         self._end_all = util.Finalize(owner, end_all, (self.workers,), exitpriority=10)
@@ -255,6 +259,8 @@ class WorkerPool:
         return [result for worker in workers for result in worker.reply[1]]
 
     def _wait(self, worker: Worker, name: str, patience: float, timeout: float | None) -> None:
+        if self._poll and poll(worker.done):
+            return
         while not worker.done.acquire(True, max(0.0, min(LIVENESS_SECONDS, patience - time.monotonic()))):
             alive = worker.process.is_alive()  # asked first: it may have finished just before it died
             if worker.done.acquire(False):

@@ -140,7 +140,7 @@ class SubprocVecEnv(VectorEnv):
             step_timeout=step_timeout,
             autoreset_mode=self.autoreset_mode,
             episode_statistics=episode_statistics,
-            spin=self.num_workers <= cores,
+            poll=self.num_workers <= cores,
         )
         try:
             descriptions = self._pool.start()
