@@ -44,9 +44,9 @@ TASKS: dict[str, tuple[str, float, str]] = {
     "Humanoid-v5": ("humanoid", 2130, "NJUWCY, best five points"),
     "HumanoidStandup-v5": ("humanoid", float("nan"), ""),
     "Swimmer-v5": ("swimmer", 282, "SB3 rl-zoo"),
-    "Reacher-v5": ("reach", -4.1, "Tianshou"),
-    "Pusher-v5": ("reach", float("nan"), ""),
-    "InvertedPendulum-v5": ("reach", 1000, "Tianshou"),
+    "Reacher-v5": ("reacher", -4.1, "Tianshou"),
+    "Pusher-v5": ("pusher", float("nan"), ""),
+    "InvertedPendulum-v5": ("pusher", 1000, "Tianshou"),
     "InvertedDoublePendulum-v5": ("hopper", 9231, "Tianshou"),
 }
 
