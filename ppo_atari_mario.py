@@ -130,7 +130,7 @@ class Args:
     """take the brighter of each pixel of the last two frames, against flicker"""
     mask_score: bool = False
     """blank the rows that show score, coins and time"""
-    show_buttons: bool = False
+    show_buttons: bool = True
     """paint the buttons that are held into the picture: a jump button still held does not jump again"""
     reward: Literal["shaped", "document"] = "shaped"
     """weights of progress, time, flag and death: see envs/mario.py"""
@@ -200,8 +200,9 @@ class Args:
 PRESETS: dict[str, dict[str, Any]] = {
     "defaults": {},
     # the setting of a widely read Mario guide; it asked for 8-12 hours of a GPU
-    "document": {"seed": 0, "total_timesteps": 10_000_000, "obs": "rgb64", "max_pool": True, "reward": "document",
-                 "stuck_steps": 0, "learning_rate": 2.5e-4, "anneal_lr": False, "gamma": 0.99, "ent_coef": 0.03},
+    "document": {"seed": 0, "total_timesteps": 10_000_000, "obs": "rgb64", "max_pool": True, "show_buttons": False,
+                 "reward": "document", "stuck_steps": 0, "learning_rate": 2.5e-4, "anneal_lr": False,
+                 "gamma": 0.99, "ent_coef": 0.03},
     # Schulman et al. 2017, table 5, as CleanRL reads it; evaluations are of whole games, and so are dear
     "atari": {"env_id": "ALE/Breakout-v5", "total_timesteps": 10_000_000, "num_envs": 8, "learning_rate": 2.5e-4,
               "gamma": 0.99, "num_minibatches": 4, "clip_coef": 0.1, "clip_vloss": True, "eval_every": 1_000_000},
