@@ -32,7 +32,7 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -253,15 +253,20 @@ def check_ranges(args: Args) -> None:
     require(args, "at least 1", lambda x: x >= 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches",
             "update_epochs", "eval_episodes", "torch_threads", "num_workers")  # fmt: skip
     require(args, "positive", lambda x: x > 0, "learning_rate", "clip_coef", "max_grad_norm", "target_kl")
-    require(args, "at least 0", lambda x: x >= 0, "eval_every", "save_every", "ent_coef", "vf_coef", "seed")
+    require(args, "at least 0", lambda x: x >= 0, "eval_every", "save_every", "ent_coef", "vf_coef")
+    require(args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
     require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "gamma", "gae_lambda")
     batch = f"{args.batch_size} (num_envs {args.num_envs} x num_steps {args.num_steps})"
     if args.total_timesteps < args.batch_size:
         raise UsageError(f"--total-timesteps {args.total_timesteps} is less than one batch of {batch}.")
     if args.batch_size % args.num_minibatches:
         raise UsageError(f"--num-minibatches {args.num_minibatches} does not divide the batch of {batch}.")
-    if args.norm_adv and args.minibatch_size < 2:
-        raise UsageError(f"Minibatches of 1 cannot be normalised: lower --num-minibatches {args.num_minibatches}.")
+    values = {"minibatch": args.minibatch_size, "batch": args.batch_size, "per_env": args.num_steps}
+    if args.norm_adv and values[args.norm_adv_scope] < 2:
+        raise UsageError(
+            f"--norm-adv-scope {args.norm_adv_scope} would normalise single advantages, minibatches being of "
+            f"{args.minibatch_size}: add --no-norm-adv."
+        )
     if args.track and importlib.util.find_spec("wandb") is None:
         raise UsageError("--track needs Weights & Biases: pip install wandb.")
     if args.resume and args.logdir is None:
@@ -686,6 +691,15 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
     return True
 
 
+@contextlib.contextmanager
+def outlive_disk_errors(path: Path) -> Iterator[None]:
+    """Turn the failure to write `path` into a warning: a picture is not worth a run."""
+    try:
+        yield
+    except OSError as error:
+        print(f"warning: {path} was not written ({error.strerror or error}); the run goes on.", file=sys.stderr)
+
+
 def load_checkpoint(path: Path, device: str = "cpu") -> dict[str, Any]:
     """Read a checkpoint; nothing in the file is executed. Raises UsageError if it is missing, damaged, not a
     checkpoint, or of another script or format."""
@@ -717,7 +731,7 @@ def load_latest(logdir: Path, device: str) -> dict[str, Any]:
         return load_checkpoint(logdir / "latest.prev.pt", device)
 
 
-def update_leaderboard(logdir: Path, args: Args, score: float, step: int, keep: int = 5) -> None:
+def update_leaderboard(logdir: Path, args: Args, score: float | list[float], step: int, keep: int = 5) -> None:
     """Enter a run's best.pt among the `keep` best of all runs of the same problem and settings.
 
     They stand beside the run folder in best/{env_id}__{hash of the settings}/ with index.json: score at full
@@ -733,7 +747,7 @@ def update_leaderboard(logdir: Path, args: Args, score: float, step: int, keep: 
         entries = json.loads(index.read_text()) if index.exists() else []
         entry: dict[str, Any] = {"score": score, "run": logdir.name, "step": step, "file": f"{logdir.name}.pt"}
         others = [other for other in entries if other["run"] != entry["run"]]
-        entries = sorted([*others, entry], key=lambda item: -item["score"])
+        entries = sorted([*others, entry], key=lambda item: item["score"], reverse=True)
         if entry in entries[:keep]:
             shutil.copyfile(logdir / "best.pt", folder / "new.tmp")
             os.replace(folder / "new.tmp", folder / entry["file"])
@@ -755,7 +769,7 @@ class Logger:
         self.writer: SummaryWriter | None = None
         if silent:
             return
-        for path in logdir.glob("*.csv"):
+        for path in filter(Path.exists, (logdir / name for name in ("progress.csv", "timing.csv", "eval.csv"))):
             header, *rows = path.read_text().splitlines(keepends=True) or [""]
             kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= step]
             path.with_suffix(".tmp").write_text("".join([header, *kept]) if kept else "")
@@ -839,12 +853,13 @@ def save_gif(frames: list[np.ndarray], path: Path, fps: float) -> None:
 def log_video(logger: Logger, frames: list[np.ndarray], fps: float, step: int) -> None:
     """Write rgb frames as a GIF to videos/ and to TensorBoard's Images tab, which plays it."""
     path = logger.logdir / "videos" / f"step_{step}.gif"
-    save_gif(frames, path, fps)
     height, width, channels = frames[0].shape
-    image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=path.read_bytes())
-    if logger.writer is not None:
+    with outlive_disk_errors(path):
+        save_gif(frames, path, fps)
+        image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=path.read_bytes())
         summary = Summary(value=[Summary.Value(tag="eval/episodes", image=image)])
-        logger.writer._get_file_writer().add_summary(summary, step)
+        if logger.writer is not None:
+            logger.writer._get_file_writer().add_summary(summary, step)
 
 
 # ==========================================================================================================
@@ -876,7 +891,9 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.signum: int | None = None
-        self.previous = {s: signal.signal(s, self) for s in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+        heeded = [s for s in signals if signal.getsignal(s) is not signal.SIG_IGN]  # nohup has SIGHUP ignored
+        self.previous = {s: signal.signal(s, self) for s in heeded}
 
     def __call__(self, signum: int, frame: Any) -> None:
         if self.signum is not None:
@@ -1027,13 +1044,20 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None]:
     for name, saved in (checkpoint or {"args": {}})["args"].items():
         if name not in RESUMABLE and getattr(args, name, None) != saved:
             raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name, None)}.")
-    if checkpoint is not None and len(checkpoint["ranks"]) != world_size():
-        ranks = len(checkpoint["ranks"])
-        raise UsageError(f"{logdir} is a run of {ranks} processes and cannot go on with {world_size()}.")
-    try:
-        logdir.mkdir(parents=True, exist_ok=True)
+    if checkpoint is not None:
+        done, ranks = checkpoint["counters"]["update"], len(checkpoint["ranks"])
+        if ranks != world_size():
+            raise UsageError(f"{logdir} is a run of {ranks} processes and cannot go on with {world_size()}.")
+        if args.num_updates <= done and args.total_timesteps < checkpoint["args"]["total_timesteps"]:
+            raise UsageError(
+                f"--total-timesteps {args.total_timesteps}: {logdir} has done {done * args.batch_size} already."
+            )
+    commit = ""
+    if shutil.which("git"):
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    try:
+        logdir.mkdir(parents=True, exist_ok=True)
         versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
         config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
         (logdir / "config.json").write_text(json.dumps(config, indent=1))
@@ -1153,14 +1177,13 @@ def learn(
         print(f"continuing after step {counters.global_step:,}", flush=True)
     next_obs = torch.as_tensor(env_obs, device=device)
 
-    def save(name: str) -> None:
-        """Write all that the rest of the run depends on."""
+    def save(name: str) -> bool:
+        """Write all that the rest of the run depends on; returns whether this rank did."""
         own = {"random": random_states(), "envs": vec_env.get_state(),
                "episodes": [env_obs, episode_returns, episode_lengths]}  # fmt: skip
         state = {"format": FORMAT, "args": asdict(args), "counters": asdict(counters), "agent": agent.state_dict(),
                  "optimizer": moments, "ranks": ranks.gather_objects(own)}  # fmt: skip
-        if ranks.rank == 0:
-            save_checkpoint(logdir / name, state)
+        return ranks.rank == 0 and save_checkpoint(logdir / name, state)
 
     if args.track and ranks.rank == 0:
         import wandb
@@ -1169,8 +1192,13 @@ def learn(
     logger = Logger(logdir, counters.global_step, silent=ranks.rank > 0)
     if checkpoint is None:
         save("latest.pt")  # from here on a killed run can be resumed
+
+    def received_signal() -> int | None:
+        """A signal that any of the ranks has received: all must leave the loop together."""
+        return next((number for number in ranks.gather_objects(interrupt.signum) if number), None)
+
     evaluation: dict[str, Any] = {}
-    signum = interrupt.signum
+    signum = received_signal()
     while counters.update < args.num_updates and signum is None:
         started = time.perf_counter()
         counters.update += 1
@@ -1301,8 +1329,8 @@ def learn(
             if args.capture_video and ranks.rank == 0:
                 small = [np.asarray(frame)[::2, ::2] for frame in evaluation["frames"]]
                 log_video(logger, small, args.video_fps, counters.global_step)
-            ranking = (np.nan_to_num(evaluation["success_rate"]).item(), evaluation["mean_return"])
-            if ranking > (counters.best_success_rate, counters.best_return):
+            ranking = [np.nan_to_num(evaluation["success_rate"]).item(), evaluation["mean_return"]]
+            if ranking > [counters.best_success_rate, counters.best_return]:
                 counters.best_success_rate, counters.best_return = ranking
                 save("best.pt")
             advice = hint(record, progress, 0.05 * math.log(num_actions)) if args.hints else None
@@ -1310,21 +1338,26 @@ def learn(
                 logger.line(f"hint: {advice}", final=True)
 
         # --- save -------------------------------------------------------------------------------------
-        signum = next((number for number in ranks.gather_objects(interrupt.signum) if number), None)
+        signum = received_signal()
         if last or signum or crossed(counters.global_step, args.batch_size, args.save_every):
-            save("latest.pt")
-            if args.keep_checkpoints and ranks.rank == 0:
-                shutil.copyfile(logdir / "latest.pt", logdir / f"step_{counters.global_step}.pt")
+            saved = save("latest.pt")
+            if saved and args.keep_checkpoints:
+                kept = logdir / f"step_{counters.global_step}.pt"
+                with outlive_disk_errors(kept):
+                    shutil.copyfile(logdir / "latest.pt", kept)
 
     if logger.writer is not None:
         logger.writer.close()
     if ranks.rank > 0:
         return {"logdir": str(logdir), "signal": signum, **asdict(counters)}
-    plot_curves(logdir)
+    with outlive_disk_errors(logdir / "curves.png"):
+        plot_curves(logdir)
     if signum:
         outcome = "stopped; continue with --resume --logdir"
     else:
-        update_leaderboard(logdir, args, counters.best_return, counters.global_step)
+        with outlive_disk_errors(logdir.parent / "best"):
+            ranking = [counters.best_success_rate, counters.best_return]  # in the order that best.pt is chosen by
+            update_leaderboard(logdir, args, ranking, counters.global_step)
         evaluation = {name.removeprefix("eval/"): column[-1] for name, column in read_csv(logdir / "eval.csv").items()}
         score = f"mean return {evaluation['mean_return']:.1f}"
         if not is_atari(args):
@@ -1368,12 +1401,15 @@ class PlayArgs:
 def play(play_args: PlayArgs) -> dict[str, Any]:
     """Play a checkpoint. Prints a line an episode and, as the last line, the summary as JSON that it returns."""
     require(play_args, "at least 1", lambda x: x >= 1, "episodes", "gif_fps")
+    if play_args.render and play_args.save_gif:
+        raise UsageError("--render shows the episodes and --save-gif writes them: choose one.")
     if play_args.render and importlib.util.find_spec("pygame") is None:
         raise UsageError("--render needs a window from pygame: pip install pygame, or use --save-gif.")
     logdir = Path(play_args.logdir)
     name = play_args.checkpoint
     checkpoint = load_checkpoint(logdir / f"{name}.pt" if name in ("best", "latest") else Path(name))
-    args = replace(known_args(checkpoint["args"]), eval_episodes=1, num_envs=1, device="cpu")
+    args = replace(known_args(checkpoint["args"]), eval_episodes=1, num_envs=1, num_minibatches=1,
+                   norm_adv=False, track=False, device="cpu")  # fmt: skip
     if play_args.max_episode_steps is not None:
         args = replace(args, max_episode_steps=play_args.max_episode_steps)
     validate(args)
@@ -1406,9 +1442,12 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
 
 def explain(args: Args) -> None:
     """Print the derived sizes, and the run's time as three updates in a scratch folder predict it."""
+    if world_size() > 1:
+        raise UsageError("--explain is for one process: leave torchrun out.")
     with tempfile.TemporaryDirectory() as scratch:
         steps = 3 * args.batch_size
-        probe = replace(args, total_timesteps=steps, logdir=f"{scratch}/run", eval_every=0, eval_episodes=1)
+        probe = replace(args, total_timesteps=steps, logdir=f"{scratch}/run", resume=False, save_every=0,
+                        eval_every=0, eval_episodes=1, track=False, capture_video=False)  # fmt: skip
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
             train(probe)

@@ -151,7 +151,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         channels, side, default_stack = OBSERVATIONS[obs]
         stack = default_stack if frame_stack is None else frame_stack
         _require(stack >= 1, f"frame_stack={stack}: an observation needs at least 1 frame")
-        _require(skip >= 1, f"skip={skip}: an action needs at least 1 frame")
+        _require(1 <= skip <= 25, f"skip={skip}: hold an action for 1 to 25 frames (a longer run looks like a warp)")
         limits = {"stuck_steps": stuck_steps, "max_episode_steps": max_episode_steps, "noop_max": noop_max}
         for name, value in limits.items():
             _require(value >= 0, f"{name}={value}: use a positive number, or 0 to switch it off")
