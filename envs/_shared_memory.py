@@ -12,6 +12,7 @@ import os
 import pickle
 import struct
 import tempfile
+import weakref
 from collections.abc import Callable
 from operator import itemgetter
 from typing import Any
@@ -72,25 +73,28 @@ def copies_of_rows(tree: Any, num_rows: int) -> list[Any]:
     return list(tree) if isinstance(tree, np.ndarray) else [map_tree(tree, itemgetter(n)) for n in range(num_rows)]
 
 
-def write_tree(target: Any, value: Any) -> None:
+def write_tree(target: Any, value: Any, casting: Any = None) -> None:
     """Copy `value` into the arrays of `target`, which is nested in the same way.
 
     Raises:
         ValueError: if a shape differs (NumPy alone would broadcast many a wrong shape without a word).
-        TypeError: for a single number in place of an array.
+        TypeError: for a single number in place of an array, or numbers that `casting` (`np.copyto`'s) does not allow.
     """
     if isinstance(target, np.ndarray):
         shape = value.shape if isinstance(value, np.ndarray) else np.shape(value)
         if shape != target.shape:
             error = ValueError if shape else TypeError
             raise error(f"expected an array of shape {target.shape}, got one of shape {shape}")
-        target[...] = value
+        if casting is None:
+            target[...] = value
+        else:
+            np.copyto(target, value, casting)
     elif isinstance(target, dict):
         for key, part in target.items():
-            write_tree(part, value[key])
+            write_tree(part, value[key], casting)
     else:
         for part, part_value in zip(target, value, strict=True):
-            write_tree(part, part_value)
+            write_tree(part, part_value, casting)
 
 
 def anonymous_file(size: int) -> int:
@@ -134,6 +138,8 @@ class SharedBatch:
             self.descriptor = anonymous_file(self._used)
         self._memory = mmap.mmap(self.descriptor, self._used)
         self._place_arrays()
+        # Closes the descriptor, once, be it only when this is garbage; the memory goes with the last view of it.
+        self.close = weakref.finalize(self, os.close, self.descriptor)
 
     def _place_arrays(self) -> None:
         observation_space, action_space, num_envs, num_workers = self.arguments
@@ -162,12 +168,6 @@ class SharedBatch:
         if self._memory is None:
             return np.empty(0)
         return np.frombuffer(self._memory, dtype, count, start).reshape(shape)
-
-    def close(self) -> None:
-        """Close the descriptor; the memory itself goes with the last view of it."""
-        if self.descriptor is not None:
-            os.close(self.descriptor)
-            self.descriptor = None
 
 
 class InfoTable:
@@ -199,24 +199,26 @@ class InfoTable:
             self.layout[:1] = pickled[:1]  # last, so that no worker reads half of it
 
     def write(self, env_index: int, info: dict[str, Any]) -> bool:
-        """Write `info` to its environment's row if it has the layout's keys; return whether."""
+        """Write `info` to its environment's row if it has the layout's keys and types; return whether."""
         if not self.types:
             if not self.layout[0]:
                 return False
             self.types = pickle.loads(self.layout)
-            self.keys = [*self.types]
+            self.keys, self.kinds = [*self.types], [kind for _, kind in self.types.values()]
             self.row = struct.Struct("".join("d" if cell is np.float64 else "q" for cell, _ in self.types.values()))
             self.bytes = self.cells.data.cast("B")
-        if [*info] != self.keys:
+        if [*info] != self.keys or [*map(type, info.values())] != self.kinds:
             return False
         try:
             self.row.pack_into(self.bytes, env_index * MAX_INFO_KEYS * 8, *info.values())
-        except (struct.error, TypeError):  # not a number after all, or an integer beyond int64
+        except struct.error:  # an integer beyond int64
             return False
         return True
 
     def read(self, rows: slice) -> dict[str, Any]:
         """Return some environments' infos in Gymnasium's vector format, as if the others had none."""
+        if not self.types:
+            return {}
         present = self.present.copy()
         present[: rows.start] = present[rows.stop :] = False
         count = np.count_nonzero(present)
@@ -225,10 +227,10 @@ class InfoTable:
         columns = self.cells[:, : len(self.types)].T.copy()
         if count < len(present):
             columns[:, ~present] = 0
-        flags = present[None].repeat(len(self.types), axis=0)
         infos: dict[str, Any] = {}
-        for (key, (cell, kind)), column, flag in zip(self.types.items(), columns, flags, strict=True):
-            infos[key], infos[f"_{key}"] = column.view(cell).astype(kind, copy=False), flag
+        for (key, (cell, kind)), column in zip(self.types.items(), columns, strict=True):
+            infos[key] = column if kind is np.float64 else column.view(cell).astype(kind, copy=False)
+            infos[f"_{key}"] = present.copy()
         return infos
 
 

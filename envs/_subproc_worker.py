@@ -37,7 +37,7 @@ IDLE = -1  # RUNNING: the index of the environment whose code is running, or IDL
 FAILED = object()  # in place of what an environment's step returns
 
 POLL_SECONDS = 0.0005  # of polling before going to sleep: to wake a sleeper takes tens of us, a small step less
-SMALL_MESSAGE = 32_768  # bytes that surely fit the pipe's buffer
+SMALL_MESSAGE = 4_096  # bytes that fit the pipe's buffer on any system
 PARENT_CHECK_SECONDS = 1.0
 
 give_way = getattr(os, "sched_yield", lambda: None)  # leaves this core to another process that wants it
@@ -126,7 +126,8 @@ def worker_main(setup: WorkerSetup) -> None:
 def watch_parent() -> None:
     """Make this process end when its parent does, whatever it is doing then.
 
-    A pipe tells: the parent alone holds its other end. On Linux the kernel itself can kill this process when that end
+    A pipe tells: the parent holds its other end (and, under fork, so do the workers started after this one, which
+    therefore end before it). On Linux the kernel itself can kill this process when that end
     closes, even while an environment holds the GIL in C code. The thread is for other systems, and for the case that
     a process which the parent forked has inherited that end and lives on.
     """
@@ -162,15 +163,15 @@ class Worker:
 
     def start(self) -> bool:
         """Construct the environments and attach to the shared memory; return whether that succeeded."""
-        pipe = self.setup.pipe
-        for env_index, env_fn in zip(self.setup.env_indices, self.setup.env_fns, strict=True):
-            try:
+        pipe, env_indices, spaces = self.setup.pipe, self.setup.env_indices, list[Any]()
+        try:
+            for env_fn in self.setup.env_fns:
                 self.envs.append(env_fn())
-            except BaseException:
-                pipe.send(([EnvError.current(env_index)], None))
-                return False
-        spaces = [(env.observation_space, env.action_space) for env in self.envs]
-        pipe.send(([], (spaces, dict(self.envs[0].metadata), self.envs[0].render_mode)))
+                spaces.append((self.envs[-1].observation_space, self.envs[-1].action_space))
+            pipe.send(([], (spaces, dict(self.envs[0].metadata), self.envs[0].render_mode)))
+        except BaseException:
+            pipe.send(([EnvError.current(env_indices[min(len(spaces), len(env_indices) - 1)])], None))
+            return False
         name, arguments = pipe.recv()
         if name == "close":
             return False

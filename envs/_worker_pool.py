@@ -54,6 +54,9 @@ class WorkerError(RuntimeError):
     worker: Worker | None = None
     errors: Sequence[EnvError] = ()
 
+    def __init__(self, message: str) -> None:
+        self.args = (message,)  # without the mixed-in class's __init__, which may want other arguments
+
     def __str__(self) -> str:
         return str(self.args[0])  # with KeyError mixed in it would be the repr, on one line
 
@@ -61,7 +64,7 @@ class WorkerError(RuntimeError):
     def of_kind(cls, kind: Any, message: str) -> WorkerError:
         """Return a WorkerError that `except kind` also catches, if `kind` is an exception class and allows that."""
         if isinstance(kind, type) and issubclass(kind, Exception):
-            with contextlib.suppress(TypeError):  # OSError, for one, lays out its instances in another way
+            with contextlib.suppress(Exception):  # OSError, for one, lays out its instances in another way
                 return type(kind.__name__, (cls, kind), {"__module__": kind.__module__})(message)
         return cls(message)
 
@@ -211,12 +214,13 @@ class WorkerPool:
         assert self.shared is not None
         while worker.failures <= MAX_RESTARTS:
             logger.warn("%s\nA new worker takes its place.", error)
-            self.failure = None
             try:
                 self._start(worker)
                 self._constructed(worker)
                 self._attach(worker, self.shared)
-                return begin_anew(worker)
+                begin_anew(worker)
+                self.failure = None
+                return
             except WorkerError as next_error:
                 if next_error.worker is None:
                     raise
@@ -229,17 +233,18 @@ class WorkerPool:
     def request(self, name: str, requests: Requests | None = None, workers: Sequence[Worker] | None = None) -> None:
         """Let workers run the method `name` on their part of `requests`, or step with the shared actions if None."""
         workers = self.workers if workers is None else workers
+        if requests is not None:  # pickled before any worker wakes: what cannot be pickled must change nothing
+            by_index = dict(requests)
+            parts = [[(i, by_index[i]) for i in worker.env_indices if i in by_index] for worker in workers]
+            messages = [reduction.ForkingPickler.dumps((name, part)) for part in parts]
         deadline = self._deadline()
-        for worker in workers:
+        for place, worker in enumerate(workers):
             worker.control[COMMAND] = STEP if requests is None else MESSAGE
             worker.pending, worker.deadline = True, deadline
             worker.go.release()
-        if requests is not None:
-            by_index = dict(requests)
-            for worker in workers:
-                part = [(i, by_index[i]) for i in worker.env_indices if i in by_index]
+            if requests is not None:
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # collect() will report it in full
-                    worker.pipe.send((name, part))
+                    worker.pipe.send_bytes(messages[place])
 
     def collect(self, name: str, workers: Sequence[Worker], timeout: float | None = None) -> Results:
         """Wait for the workers' replies to `name`; return their results in the order of the environments.
@@ -277,9 +282,17 @@ class WorkerPool:
         worker.pending, worker.reply = False, ([], [])
         if worker.control[REPLY] == PICKLED:
             try:
-                worker.reply = pickle.loads(worker.pipe.recv_bytes())
+                message = worker.pipe.recv_bytes()
             except (EOFError, ConnectionResetError):
                 raise self._lost(worker, name) from None
+            try:
+                worker.reply = pickle.loads(message)
+            except Exception as error:
+                first, last = worker.env_indices[0], worker.env_indices[-1]
+                self.failure = (
+                    f"What environments {first} to {last} returned from {name} cannot be unpickled: {error!r}"
+                )
+                raise WorkerError(self.failure) from error
         if name == "step":
             worker.failures = 0
 
@@ -306,7 +319,7 @@ class WorkerPool:
             for error in errors
         )
         last = errors[-1]
-        module = sys.modules.get("__main__" if last.module == "__mp_main__" else last.module)
+        module = sys.modules.get(last.module)
         failure = WorkerError.of_kind(getattr(module, last.name, None), message)
         failure.errors = errors
         if name in ("step", "reset"):

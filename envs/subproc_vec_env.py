@@ -280,7 +280,8 @@ class SubprocVecEnv(VectorEnv):
 
         Raises:
             ClosedEnvironmentError: after `close`. AlreadyPendingCallError: if another call is pending.
-            ValueError, TypeError: if `actions` has the wrong shape, or is a single number.
+            ValueError, TypeError: if `actions` has the wrong shape, is a single number, or has fractions where
+                integers are wanted.
         """
         self._assert_free("step_async")
         self._begin_step(actions, WHOLE, "step")
@@ -334,14 +335,14 @@ class SubprocVecEnv(VectorEnv):
         if self.on_worker_failure == "restart":
             write_tree(part.observations_before, part.observations)
         try:
-            write_tree(part.actions, actions)
+            write_tree(part.actions, actions, "same_kind")  # 0.9 is not action 0
         except ValueError:
             # For spaces of shape (1,), numbers are taken in place of arrays of one number. Environments then get what
             # AsyncVectorEnv would hand them: each its number as it came.
             count = part.rows.stop - part.rows.start
             if np.shape(part.actions) != (count, 1) or np.shape(actions) != (count,):
                 raise
-            write_tree(part.actions, np.reshape(actions, (-1, 1)))
+            write_tree(part.actions, np.reshape(actions, (-1, 1)), "same_kind")
             self._pool.request("step", list(enumerate(actions, part.rows.start)), part.workers)
         else:
             self._pool.request("step", workers=part.workers)
@@ -523,7 +524,11 @@ class SubprocVecEnv(VectorEnv):
                 return results
             except WorkerError as error:
                 if error.worker is not None and begin_anew is not None and self.on_worker_failure == "restart":
-                    self._pool.replace(error, begin_anew)
+                    try:
+                        self._pool.replace(error, begin_anew)
+                    except BaseException:
+                        del self._pending[part_index]
+                        raise
                     continue
                 del self._pending[part_index]
                 if method in ("reset", "step"):

@@ -16,11 +16,13 @@ import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import pytest
+from gymnasium.error import NoAsyncCallError
 from gymnasium.spaces import Box, Discrete
 
 from envs.subproc_vec_env import SubprocVecEnv, WorkerError
@@ -39,6 +41,20 @@ class UnpicklableError(Exception):
         raise TypeError("not me")
 
 
+class OwnWordsError(RuntimeError):
+    """Ignores the text that it is made with."""
+
+    def __init__(self, *_: Any) -> None:
+        super().__init__("fixed text")
+
+
+class OwnArgumentsError(RuntimeError):
+    """Cannot be made of a text."""
+
+    def __init__(self, result: Any) -> None:
+        super().__init__(f"code {result.code}")
+
+
 def fail(kind: str) -> None:
     """Bring about a fault."""
     if kind == "exception":
@@ -49,6 +65,10 @@ def fail(kind: str) -> None:
         raise KeyError("door")
     if kind == "os error":
         raise FileNotFoundError(2, "no such door")
+    if kind == "own words":
+        raise OwnWordsError
+    if kind == "own arguments":
+        raise OwnArgumentsError(SimpleNamespace(code=7))
     if kind == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "sigsegv":
@@ -448,13 +468,91 @@ def test_a_script_that_forgets_to_close_ends_at_once_and_leaves_nothing(tmp_path
     assert not wait_until_dead(pids, 0.5)
 
 
-def test_a_vector_environment_that_is_garbage_collected_takes_its_workers_along() -> None:
+def test_a_vector_environment_that_is_garbage_collected_takes_its_workers_and_memory_along() -> None:
+    open_before = set(os.listdir("/proc/self/fd"))
     envs = four_envs("none", "nowhere")
     pids = [worker.process.pid for worker in envs._pool.workers]
     envs.reset()
     del envs
     gc.collect()
     assert not wait_until_dead(pids, 1.0)
+    assert set(os.listdir("/proc/self/fd")) <= open_before
+
+
+@pytest.mark.parametrize("kind", ["own words", "own arguments"])
+def test_an_exception_with_a_constructor_of_its_own_is_reported_in_full(kind: str) -> None:
+    envs = four_envs(kind, "reset")
+    expected = {"own words": "fixed text", "own arguments": "code 7"}[kind]
+    with pytest.raises(WorkerError, match=rf"environment 3 \(seed 3.*{expected}(.|\n)*in fail") as caught:
+        envs.reset(seed=0)
+    assert isinstance(caught.value, {"own words": OwnWordsError, "own arguments": OwnArgumentsError}[kind])
+    close_in_time(envs)
+
+
+def test_an_argument_that_cannot_be_pickled_changes_nothing() -> None:
+    envs = four_envs("none", "nowhere", step_timeout=3.0)
+    envs.reset()
+    for _ in range(3):
+        with pytest.raises(Exception, match=r"(?i)pickle"):
+            envs.set_attr("limit", lambda: 50)
+        assert envs.step([1, 2, 3, 4])[1].tolist() == [1, 2, 3, 4]
+    close_in_time(envs)
+
+
+class BrokenOnArrival:
+    """Is pickled without complaint and cannot be unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("not a number",)
+
+
+class InfoEnv(CountEnv):
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
+        return *super().step(action)[:4], {"thing": BrokenOnArrival()}
+
+
+def test_an_info_that_cannot_be_unpickled_is_an_error_of_its_worker() -> None:
+    envs = SubprocVecEnv([CountEnv, CountEnv, CountEnv, InfoEnv], 2)
+    envs.reset()
+    with pytest.raises(
+        WorkerError, match=r"environments 2 to 3 returned from step cannot be unpickled: .*not a number"
+    ):
+        envs.step([0, 0, 0, 0])
+    with pytest.raises(WorkerError, match="Nothing but close"):
+        envs.step([0, 0, 0, 0])
+    close_in_time(envs)
+
+
+class Spaceless(gym.Env):
+    action_space = Discrete(2)
+
+
+def test_an_environment_without_spaces_is_named() -> None:
+    with pytest.raises(
+        WorkerError, match=r"AttributeError during construction in environment 1 (.|\n)*observation_space"
+    ):
+        SubprocVecEnv([CountEnv, Spaceless], 1)
+
+
+def test_a_replacement_that_cannot_be_made_ends_it(tmp_path: Path) -> None:
+    once, broken = tmp_path / "once", tmp_path / "broken"
+
+    def env_fn() -> gym.Env:
+        if broken.exists():
+            raise ValueError("the workshop is closed")
+        return FaultyEnv("sigkill", "step", once)
+
+    envs = SubprocVecEnv([CountEnv, env_fn], 2, on_worker_failure="restart", context="fork", autoreset_mode="SameStep")
+    envs.reset()
+    broken.touch()
+    envs.step([0, 0])
+    with pytest.raises(WorkerError, match="the workshop is closed"):
+        envs.step([0, 0])
+    with pytest.raises(NoAsyncCallError):  # in place of the results of a step that was never finished
+        envs.step_wait()
+    with pytest.raises(WorkerError, match="Nothing but close"):
+        envs.step([0, 0])
+    close_in_time(envs)
 
 
 def test_a_forked_child_of_the_parent_leaves_the_workers_alone() -> None:

@@ -701,3 +701,30 @@ class ModulesEnv(CountEnv):
 
     def has_torch(self) -> bool:
         return "torch" in sys.modules
+
+
+class ChangingInfoEnv(CountEnv):
+    """Its info keeps its keys and changes their types."""
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
+        infos = [{"x": False, "y": np.int8(1)}, {"x": 5, "y": 300}, {"x": True, "y": np.int8(2)}]
+        return *super().step(action)[:4], infos[self.count % 3]
+
+
+def test_infos_that_change_their_types_lose_nothing() -> None:
+    ours, theirs = (kind([ChangingInfoEnv, ChangingInfoEnv]) for kind in (SubprocVecEnv, SyncVectorEnv))
+    for envs in (ours, theirs):
+        envs.reset()
+    for _ in range(7):
+        assert data_equivalence(ours.step([0, 0])[4], theirs.step([0, 0])[4])
+    ours.close()
+
+
+def test_fractions_are_no_discrete_actions() -> None:
+    envs = SubprocVecEnv([CountEnv, CountEnv])
+    envs.reset()
+    for actions in (np.array([0.9, 1.7]), [0.9, 1.7]):
+        with pytest.raises(TypeError, match="same_kind"):
+            envs.step(actions)
+    assert envs.step(np.array([1, 2], np.int32))[1].tolist() == [1, 2]
+    envs.close()
