@@ -24,15 +24,16 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import matplotlib.figure
 import numpy as np
 
-from benchmarks.common import RESULTS, ROOT, machine_info, machine_line, markdown_table, write_results
-from benchmarks.seeds import number, statistics_of, with_interval
-from ppo_continuous_mujoco import RESUMABLE, parse_args, read_csv
+from benchmarks.common import QUICK_RESULTS, RESULTS, ROOT, machine_info, machine_line, markdown_table, write_results
+from benchmarks.seeds import Run, number, statistics_of, with_interval
+from ppo_continuous_mujoco import RESUMABLE, known_args, parse_args, read_csv
 
 FOLDER = ROOT / "runs" / "learning"
 # task -> (preset, best published PPO return at 1 M steps that we know, its source); older task versions, a guide only
@@ -62,10 +63,27 @@ def learning_args(values: dict[str, Any]) -> dict[str, Any]:
     return {name: values[name] for name in values if name == "total_timesteps" or name not in RESUMABLE | {"seed"}}
 
 
+def args_of_task(task: str, steps: int) -> dict[str, Any]:
+    """The arguments that decide what a run of the task learns today."""
+    return json.loads(json.dumps(learning_args(asdict(parse_args(command(task, steps, 1)[1:])))))
+
+
+def args_of(logdir: Path) -> dict[str, Any]:
+    """Those of a run. Arguments that the script has gained since get their defaults, which change nothing."""
+    saved = json.loads((logdir / "config.json").read_text())["args"]
+    return json.loads(json.dumps(learning_args(asdict(known_args(saved)))))
+
+
+def is_finished(logdir: Path) -> bool:
+    return (logdir / "config.json").exists() and Run([], 0, logdir).is_finished()
+
+
 def run(task: str, steps: int, seed: int, workers: int) -> None:
-    """Start, resume or skip one run of ours."""
+    """Start, resume or skip one run of ours; a run with other arguments than the task has today is moved aside."""
     logdir = FOLDER / f"{task}-{steps}-{seed}"
-    if (logdir / "curves.png").exists():
+    if (logdir / "config.json").exists() and args_of(logdir) != args_of_task(task, steps):
+        logdir.rename(f"{logdir}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+    if is_finished(logdir):
         return
     if (logdir / "latest.pt").exists():
         words = ["ppo_continuous_mujoco.py", "--resume"]
@@ -80,19 +98,20 @@ def run_peer(task: str, steps: int, seed: int) -> None:
     if not (folder / "seconds.txt").exists():
         options = ["--task", task, "--steps", str(steps), "--seed", str(seed), "--folder", str(folder)]
         started = time.perf_counter()
-        if run_process(["-m", "benchmarks.sb3_zoo", *options], folder) == 0:
-            (folder / "seconds.txt").write_text(str(time.perf_counter() - started))
+        run_process(["-m", "benchmarks.sb3_zoo", *options], folder)
+        (folder / "seconds.txt").write_text(str(time.perf_counter() - started))
 
 
-def run_process(words: list[str], folder: Path) -> int:
-    """Run `python words...`; returns its exit code and adds its CPU seconds to cpu_seconds.txt, a line a start."""
+def run_process(words: list[str], folder: Path) -> None:
+    """Run `python words...` and add its CPU seconds to cpu_seconds.txt. Raises RuntimeError if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "output.txt", "a") as output, open(folder / "cpu_seconds.txt", "a") as cpu_seconds:
         process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(process.pid, 0)
         process.returncode = os.waitstatus_to_exitcode(status)
         print(usage.ru_utime + usage.ru_stime, file=cpu_seconds)
-    return process.returncode
+    if process.returncode:
+        raise RuntimeError(f"A run failed with exit code {process.returncode}: see {folder / 'output.txt'}.")
 
 
 def read_run(logdir: Path) -> dict[str, Any]:
@@ -112,28 +131,25 @@ def read_run(logdir: Path) -> dict[str, Any]:
 def merge(stored: dict[str, Any], task: str, steps: int) -> dict[str, Any]:
     """{"command", "args", "seeds": {seed: run}, "sb3_seeds": {seed: run}} of a task: the stored runs and the finished
     ones, of ours those that had `args`."""
-    words = command(task, steps, 1)
-    args = json.loads(json.dumps(learning_args(asdict(parse_args(words[1:])))))
-
-    def same(other: dict[str, Any]) -> bool:  # an argument that was added or removed since then changes nothing
-        return all(args[name] == other[name] for name in args.keys() & other.keys())
-
-    seeds = stored["seeds"] if stored and same(stored["args"]) else {}
-    for curves in FOLDER.glob(f"{task}-{steps}-*/curves.png"):
-        config = json.loads((curves.parent / "config.json").read_text())
-        if same(learning_args(config["args"])):
-            seeds[str(config["args"]["seed"])] = read_run(curves.parent)
+    args, before = args_of_task(task, steps), stored.get("args", {})
+    # An argument that was added or removed since then changes nothing.
+    same = stored and all(args[name] == before[name] for name in args.keys() & before.keys())
+    seeds = stored["seeds"] if same else {}
+    for config in FOLDER.glob(f"{task}-{steps}-*/config.json"):
+        logdir = config.parent
+        if is_finished(logdir) and args_of(logdir) == args:
+            seeds[str(json.loads(config.read_text())["args"]["seed"])] = read_run(logdir)
     peers = stored.get("sb3_seeds", {})
     for finished in FOLDER.glob(f"sb3-{task}-{steps}-*/seconds.txt"):
         peers[finished.parent.name.split("-")[-1]] = read_run(finished.parent)
     seeds, peers = ({seed: runs[seed] for seed in sorted(runs, key=int)} for runs in (seeds, peers))
-    return {"command": "python " + " ".join(words), "args": args, "seeds": seeds, "sb3_seeds": peers}
+    return {"command": "python " + " ".join(command(task, steps, 1)), "args": args, "seeds": seeds, "sb3_seeds": peers}
 
 
-def report(steps: int) -> None:
-    """Write results/mujoco_learning_{steps}.json, .md and .png from what is stored and the finished runs."""
+def report(steps: int, folder: Path = RESULTS) -> None:
+    """Write mujoco_learning_{steps}.json, .md and .png from what is stored in `folder` and the finished runs."""
     name = f"mujoco_learning_{steps // 1_000}k"
-    path = RESULTS / f"{name}.json"
+    path = folder / f"{name}.json"
     stored = json.loads(path.read_text())["tasks"] if path.exists() else {}
     tasks = {task: merge(stored.get(task, {}), task, steps) for task in TASKS}
     tasks = {task: result for task, result in tasks.items() if result["seeds"]}
@@ -159,17 +175,19 @@ def report(steps: int) -> None:
         f"# MuJoCo v5 at {steps:,} steps\n\n`python -m benchmarks.mujoco_learning --steps {steps}`. Return of ten "
         "deterministic episodes of the last policy, and statistics over seeds (of three seeds the interquartile mean "
         "is the mean, and the interval is too narrow). The presets were chosen on other seeds, 101 and up. Published "
-        "scores are of older task versions and other protocols, a guide only. Seconds are medians of the wall-clock, "
-        "mostly of a busy machine, and of the CPU time where it was taken. SB3 has the parameters that its Zoo tuned "
-        "(`benchmarks/sb3_zoo.py`), the same steps and the same ten evaluation episodes.\n\n"
+        "scores are of older task versions and other protocols, a guide only. Seconds are medians of the time spent on "
+        "collecting and learning, mostly on a busy machine, CPU seconds of whole processes where they were taken. SB3 "
+        "has the parameters that its Zoo tuned (`benchmarks/sb3_zoo.py`; Humanoid's and HumanoidStandup's were tuned "
+        "for ten times the steps, Ant's and Pusher's are SB3's defaults), the same steps and the same ten evaluation "
+        "episodes.\n\n"
     )
     page += markdown_table(header, rows)
     info = machine_info(["torch", "gymnasium", "mujoco", "numpy"])
     cpus = sorted({run["cpu"] for result in tasks.values() for run in result["seeds"].values()})
     page += f"\n![curves]({name}.png)\n\nRuns on {' and '.join(cpus)}. The page: {machine_line(info)}"
-    write_results(name, {"machine": info, "tasks": tasks}, page)
+    write_results(name, {"machine": info, "tasks": tasks}, page, folder)
     if tasks:
-        draw(tasks, RESULTS / f"{name}.png")
+        draw(tasks, folder / f"{name}.png")
 
 
 def draw(tasks: dict[str, Any], path: Path) -> None:
@@ -210,15 +228,19 @@ def main() -> None:
     if options.quick:
         options.tasks, options.seeds, options.steps = ["HalfCheetah-v5"], [1], 200_000
     if not options.report:
+        threads = 2 if options.jobs == 1 else 1
+        jobs = [partial(run, task, options.steps, seed, threads) for seed in options.seeds for task in options.tasks]
+        jobs += [partial(run_peer, task, options.steps, seed) for seed in options.peer_seeds for task in options.tasks]
         with ThreadPoolExecutor(options.jobs) as pool:
-            for seed in options.seeds:
-                for task in options.tasks:
-                    pool.submit(run, task, options.steps, seed, 2 if options.jobs == 1 else 1)
-            for seed in options.peer_seeds:
-                for task in options.tasks:
-                    pool.submit(run_peer, task, options.steps, seed)
-    report(options.steps)
-    print(json.dumps({"results": str(RESULTS / f"mujoco_learning_{options.steps // 1_000}k.md")}))
+            try:
+                for future in [pool.submit(job) for job in jobs]:
+                    future.result()
+            except BaseException:  # Ctrl-C, or a run that failed: the next ones are not begun
+                pool.shutdown(cancel_futures=True)
+                raise
+    folder = QUICK_RESULTS if options.quick else RESULTS
+    report(options.steps, folder)
+    print(json.dumps({"results": str(folder / f"mujoco_learning_{options.steps // 1_000}k.md")}))
 
 
 if __name__ == "__main__":
