@@ -248,8 +248,8 @@ def check_ranges(args: Args) -> None:
     values = {"minibatch": args.minibatch_size, "batch": args.batch_size, "per_env": args.num_steps}
     if args.norm_adv and values[args.norm_adv_scope] < 2:
         raise UsageError(
-            f"--norm-adv-scope {args.norm_adv_scope} would normalise single advantages, minibatches being of "
-            f"{args.minibatch_size}: add --no-norm-adv."
+            f"--norm-adv-scope {args.norm_adv_scope} would normalise single advantages: --num-steps {args.num_steps},"
+            f" --num-minibatches {args.num_minibatches}. Add --no-norm-adv."
         )
     if args.track and importlib.util.find_spec("wandb") is None:
         raise UsageError("--track needs Weights & Biases: pip install wandb.")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import math
 import os
 import pickle
 import random
+import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -256,6 +258,52 @@ def test_a_read_only_folder_is_refused_before_training(continuous: ModuleType, s
     assert code == 2
     assert str(small_disk / "run") in err
     assert err.count("\n") == 1
+
+
+def test_a_picture_that_the_disk_refuses_costs_a_warning(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with script.outlive_disk_errors(tmp_path / "curves.png"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    assert capsys.readouterr().err == (
+        f"warning: {tmp_path / 'curves.png'} was not written (No space left on device); the run goes on.\n"
+    )
+    with pytest.raises(ValueError, match="a bug"), script.outlive_disk_errors(tmp_path / "curves.png"):
+        raise ValueError("a bug")
+
+
+# ---- the folder and the process of a run ----------------------------------------------------------------------------
+
+
+def test_a_machine_without_git_can_train(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+    logdir, checkpoint = script.open_run(script.Args(logdir=str(tmp_path / "run")))
+    assert checkpoint is None
+    assert json.loads((logdir / "config.json").read_text())["commit"] == ""
+
+
+def test_other_tables_in_the_folder_stay_as_they_are(script: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "data.csv").write_text("year,value\n1999,2\nlater,3\n")
+    (tmp_path / "eval.csv").write_text("global_step,x\n64,1\n128,2\n")
+    script.Logger(tmp_path, step=64).writer.close()
+    assert (tmp_path / "data.csv").read_text() == "year,value\n1999,2\nlater,3\n"
+    assert (tmp_path / "eval.csv").read_text() == "global_step,x\n64,1\n"
+
+
+def test_a_signal_that_nohup_has_ignored_stays_ignored(script: ModuleType) -> None:
+    before = {number: signal.getsignal(number) for number in (signal.SIGHUP, signal.SIGTERM)}
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        interrupt = script.Interrupt()
+        os.kill(os.getpid(), signal.SIGHUP)
+        assert interrupt.signum is None
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupt.signum == signal.SIGTERM
+        interrupt.restore()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 # ---- the best of all runs -------------------------------------------------------------------------------------------

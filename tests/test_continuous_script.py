@@ -150,6 +150,10 @@ WRONG = {
     "--clip-obs 0": "--clip-obs",
     "--clip-reward -1": "--clip-reward",
     "--average-reward-rate 2 --average-reward --no-norm-reward": "--average-reward-rate",
+    "--seed 4294967296": "--seed must be in [0, 2**32)",
+    "--num-steps 1 --num-envs 64 --norm-adv-scope per_env": "per_env would normalise single advantages",
+    "--configs queue --capture-video": "--capture-video: there are no pictures of TwoQueue-v0 here",
+    "play --logdir /nowhere --render --save-gif": "--render shows the episodes and --save-gif writes them",
     "--num-envs many": "--num-envs",
     "--no-such-flag": "no-such-flag",
     "--lr-decay cubic": "--lr-decay",
@@ -175,6 +179,45 @@ def test_a_wrong_value_is_refused_in_one_sentence(
         assert len(err) < 330
     assert not out
     assert not list(tmp_path.glob("runs/*/latest.pt"))
+
+
+def test_minibatches_of_one_can_be_normalised_over_the_batch(run_tiny: Run) -> None:
+    assert run_tiny(norm_adv_scope="batch", num_minibatches=64)["update"] == 3
+
+
+def test_observations_of_several_dimensions_are_refused(continuous: ModuleType, tmp_path: Path) -> None:
+    class MatrixEnv(gym.Env):
+        observation_space, action_space = gym.spaces.Box(-1, 1, (2, 3)), gym.spaces.Box(-1, 1, (1,))
+
+        def __init__(self, render_mode: str | None = None) -> None:
+            self.render_mode = render_mode
+
+    gym.register("Matrix-v0", entry_point=MatrixEnv)
+    try:
+        with pytest.raises(continuous.UsageError, match="one-dimensional Box observations and actions; Matrix-v0 has"):
+            continuous.train(tiny_args(continuous, tmp_path / "run", env_id="Matrix-v0", vec_env="sync"))
+    finally:
+        gym.registry.pop("Matrix-v0")
+
+
+def test_a_run_cannot_be_resumed_to_end_in_its_past(continuous: ModuleType, run_tiny: Run) -> None:
+    logdir = run_tiny()["logdir"]
+    with pytest.raises(continuous.UsageError, match=r"--total-timesteps 128: .* has done 192 already"):
+        run_tiny(logdir=logdir, total_timesteps=128, resume=True)
+
+
+def test_a_run_to_be_resumed_can_be_explained(run_tiny: Run, run_main: Main) -> None:
+    logdir = str(run_tiny()["logdir"])
+    before = {path: path.read_bytes() for path in Path(logdir).iterdir()}
+    code, out, _ = run_main("--resume", "--logdir", logdir, "--explain")
+    assert (code, "3 updates of 64 transitions" in out) == (0, True)
+    assert {path: path.read_bytes() for path in Path(logdir).iterdir()} == before
+
+
+def test_explain_under_torchrun_is_refused(run_main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    code, _, err = run_main("--explain")
+    assert (code, "leave torchrun out" in err) == (2, True)
 
 
 def test_the_process_exits_with_2_and_no_traceback(continuous: ModuleType, tmp_path: Path) -> None:

@@ -129,6 +129,8 @@ def test_flags_win_over_presets() -> None:
         (["--sticky-action-probability", "1.5"], ["1.5", "below 1"]),
         (["--gamma", "1", "--stuck-steps", "0"], ["--gamma 1", "--stuck-steps"]),
         (["--skip", "0"], ["skip=0"]),
+        (["--skip", "26"], ["skip=26", "1 to 25"]),
+        (["play", "--logdir", "/nowhere", "--render", "--save-gif"], ["choose one"]),
         (["--feature-dim", "0"], ["--feature-dim must be at least 1, not 0"]),
         (["--total-timesteps", "1000"], ["1000", "4096"]),
         (["--resume"], ["--logdir"]),
@@ -283,6 +285,14 @@ def test_play_prints_json_and_writes_gifs(run: Path, tmp_path: Path, capsys: pyt
         assert gif.size == (256, 240)  # the full screen
         # 15 frames a second, the game's pace: 6.67 hundredths round to 7
         assert sum(frame.info["duration"] for frame in PIL.ImageSequence.Iterator(gif)) == 6 * 70
+
+
+def test_a_run_of_short_rollouts_and_small_minibatches_can_be_played(run: Path, tmp_path: Path) -> None:
+    checkpoint = torch.load(run / "latest.pt", weights_only=True)
+    checkpoint["args"] |= {"num_steps": 15, "num_minibatches": 32, "track": True}
+    torch.save(checkpoint, tmp_path / "short.pt")
+    argv = ["play", "--logdir", str(tmp_path), "--checkpoint", str(tmp_path / "short.pt"), "--episodes", "1"]
+    assert mario.main(argv) == 0
 
 
 def test_a_finished_folder_is_not_overwritten(run: Path) -> None:
