@@ -1469,7 +1469,8 @@ def parse_args(argv: list[str]) -> Args:
                 raise UsageError(f"There is no preset {name!r}; did you mean {close}? Presets: {', '.join(PRESETS)}.")
             values |= PRESETS[name]
         argv = argv[:start] + argv[stop:]
-    args = tyro.cli(Args, args=argv, default=Args(**values), description=__doc__)
+    description = f"{__doc__}\n--configs NAME ... takes presets, in layers: {', '.join(PRESETS)}. Flags win over them."
+    args = tyro.cli(Args, args=argv, default=Args(**values), description=description)
     if args.resume and args.logdir is not None:
         saved = load_latest(Path(args.logdir), "cpu")["args"]
         args = tyro.cli(Args, args=argv, default=known_args(saved | values))

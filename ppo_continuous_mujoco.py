@@ -67,7 +67,7 @@ FORMAT = "ppo_continuous_mujoco/2"  # what a checkpoint holds; a copy of the scr
 class Args:
     # --- the run
     env_id: str = "HalfCheetah-v5"
-    """Gymnasium id: a MuJoCo v5 task, TwoQueue-v0, or any environment with Box observations and actions"""
+    """Gymnasium id: a MuJoCo v5 task, TwoQueue-v0, or any environment with one-dimensional Box spaces"""
     seed: int = 1
     """seed of networks, sampling and environments (environment n gets seed + n)"""
     total_timesteps: int = 1_000_000
@@ -1413,7 +1413,8 @@ def parse_args(argv: list[str]) -> Args:
                 raise UsageError(f"There is no preset {name!r}; did you mean {close}? Presets: {', '.join(PRESETS)}.")
             values |= PRESETS[name]
         argv = argv[:start] + argv[stop:]
-    args = tyro.cli(Args, args=argv, default=Args(**values), description=__doc__)
+    description = f"{__doc__}\n--configs NAME ... takes presets, in layers: {', '.join(PRESETS)}. Flags win over them."
+    args = tyro.cli(Args, args=argv, default=Args(**values), description=description)
     if args.resume and args.logdir is not None:
         saved = load_latest(Path(args.logdir), "cpu")["args"]
         args = tyro.cli(Args, args=argv, default=known_args(saved | values))

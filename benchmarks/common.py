@@ -43,7 +43,7 @@ def machine_info(packages: Sequence[str] = ()) -> dict[str, Any]:
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
-        "cpu": _cpu_model(),
+        "cpu": cpu_model(),
         "cores": len(cores),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load_average": [round(load, 2) for load in os.getloadavg()],
@@ -55,7 +55,7 @@ def machine_info(packages: Sequence[str] = ()) -> dict[str, Any]:
     }
 
 
-def _cpu_model() -> str:
+def cpu_model() -> str:
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:

@@ -31,7 +31,16 @@ from typing import Any
 import matplotlib.figure
 import numpy as np
 
-from benchmarks.common import QUICK_RESULTS, RESULTS, ROOT, machine_info, machine_line, markdown_table, write_results
+from benchmarks.common import (
+    QUICK_RESULTS,
+    RESULTS,
+    ROOT,
+    cpu_model,
+    machine_info,
+    machine_line,
+    markdown_table,
+    write_results,
+)
 from benchmarks.seeds import Run, number, statistics_of, with_interval
 from ppo_continuous_mujoco import RESUMABLE, known_args, parse_args, read_csv
 
@@ -105,6 +114,7 @@ def run_peer(task: str, steps: int, seed: int) -> None:
 def run_process(words: list[str], folder: Path) -> None:
     """Run `python words...` and add its CPU seconds to cpu_seconds.txt. Raises RuntimeError if it fails."""
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / "cpu.txt").write_text(cpu_model())
     with open(folder / "output.txt", "a") as output, open(folder / "cpu_seconds.txt", "a") as cpu_seconds:
         process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT)
         _, status, usage = os.wait4(process.pid, 0)
@@ -117,13 +127,13 @@ def run_process(words: list[str], folder: Path) -> None:
 def read_run(logdir: Path) -> dict[str, Any]:
     """What the results keep of a finished run, ours or SB3's."""
     evaluations = {key.removeprefix("eval/"): x.tolist() for key, x in read_csv(logdir / "eval.csv").items()}
-    cpu, seconds = logdir / "cpu_seconds.txt", logdir / "seconds.txt"
+    cpu, cpu_seconds, seconds = (logdir / f"{name}.txt" for name in ("cpu", "cpu_seconds", "seconds"))
     return {
         "seconds": float(
             seconds.read_text() if seconds.exists() else read_csv(logdir / "timing.csv")["time/seconds"][-1]
         ),
-        "cpu_seconds": sum(map(float, cpu.read_text().split())) if cpu.exists() else None,
-        "cpu": machine_info()["cpu"],
+        "cpu_seconds": sum(map(float, cpu_seconds.read_text().split())) if cpu_seconds.exists() else None,
+        "cpu": cpu.read_text() if cpu.exists() else cpu_model(),
         "evaluations": evaluations,
     }
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import sys
 import tempfile
 from dataclasses import replace
 from functools import partial
@@ -22,7 +21,6 @@ from pathlib import Path
 from benchmarks.common import (
     QUICK_RESULTS,
     RESULTS,
-    ROOT,
     in_fresh_process,
     interleave,
     machine_info,
@@ -50,7 +48,6 @@ def measure(candidate: str, env_id: str, num_envs: int, num_steps: int, minibatc
     """Train in this process; returns steps per second over the counted updates and, for ours, the shares of time."""
     loop, _, variant = candidate.partition(": ")
     if loop == "ours":
-        sys.path.insert(0, str(ROOT))
         import ppo_continuous_mujoco as script
 
         batch_size = num_envs * num_steps

@@ -175,15 +175,16 @@ class WorkerPool:
         """Start all workers; return what each tells of its environments: (spaces, metadata, render mode)."""
         for worker in self.workers:
             self._start(worker)
-        return [self._constructed(worker) for worker in self.workers]
+        deadline = self._deadline()
+        return [self._constructed(worker, deadline) for worker in self.workers]
 
     def _start(self, worker: Worker) -> None:
         others = [other for other in self.workers if other.started and other is not worker]
         env_fns = [self._env_fns[i] for i in worker.env_indices]
         worker.start(self._context, self._daemon, others, env_fns=env_fns, **self._options)
 
-    def _constructed(self, worker: Worker) -> Any:
-        errors, description = self._receive(worker, "construction", self._deadline())
+    def _constructed(self, worker: Worker, deadline: float) -> Any:
+        errors, description = self._receive(worker, "construction", deadline)
         if errors:
             raise self._environment_error(errors, "construction")
         return description
@@ -216,7 +217,7 @@ class WorkerPool:
             logger.warn("%s\nA new worker takes its place.", error)
             try:
                 self._start(worker)
-                self._constructed(worker)
+                self._constructed(worker, self._deadline())
                 self._attach(worker, self.shared)
                 begin_anew(worker)
                 self.failure = None
