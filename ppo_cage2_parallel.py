@@ -995,9 +995,10 @@ class Interrupt:
 
     def __init__(self) -> None:
         self.signum: int | None = None
-        signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        heeded = [s for s in signals if signal.getsignal(s) is not signal.SIG_IGN]  # nohup has SIGHUP ignored
-        self.previous = {s: signal.signal(s, self) for s in heeded}
+        signals = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+            signals.append(signal.SIGHUP)
+        self.previous = {s: signal.signal(s, self) for s in signals}
 
     def __call__(self, signum: int, frame: Any) -> None:
         if self.signum is not None:

@@ -83,14 +83,15 @@ def progress(logdir: Path) -> list[dict[str, float]]:
 
 
 def assert_close_runs(one: Path, other: Path) -> None:
-    """Metrics of all updates and the final weights agree to the rounding of float32."""
+    """Metrics of all updates and the final weights agree to the rounding of float32. But Adam makes a step of almost
+    its whole size from a gradient that is almost zero, so a weight may differ by a tenth of a learning rate."""
     for row, other_row in zip(progress(one), progress(other), strict=True):
         assert row.keys() == other_row.keys()
         for name, value in row.items():
             assert other_row[name] == pytest.approx(value, rel=2e-3, abs=2e-5, nan_ok=True), name
     first, second = (torch.load(logdir / "latest.pt", weights_only=True)["agent"] for logdir in (one, other))
     for name, tensor in first.items():
-        torch.testing.assert_close(second[name], tensor, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(second[name], tensor, rtol=1e-4, atol=5e-5)
 
 
 def test_two_ranks_learn_what_one_process_would(ranked: ModuleType, tmp_path: Path) -> None:
