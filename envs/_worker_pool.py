@@ -38,6 +38,7 @@ from envs._subproc_worker import (
 )
 
 LIVENESS_SECONDS = 0.05  # how often a wait looks whether the worker still lives
+STANDSTILL_SECONDS = 1.0  # between two looks: then this process itself did not run
 TRACE_SECONDS = 0.5  # how long a hung worker is given to write down where it is
 CLOSE_SECONDS = 2.0  # how long environments may take to close before their worker is killed
 MAX_RESTARTS = 3  # of one worker, without a step finished in between
@@ -73,7 +74,7 @@ class Worker:
     """One worker as the parent sees it: its process, its pipes and semaphores, and what it still has to answer."""
 
     process: Any
-    deadline: float
+    deadline = math.inf
     control: Any = None  # its row of SharedBatch.control, once that exists
 
     def __init__(self, index: int, env_indices: range) -> None:
@@ -267,11 +268,16 @@ class WorkerPool:
     def _wait(self, worker: Worker, name: str, patience: float, timeout: float | None) -> None:
         if self._poll and poll(worker.done):
             return
+        before = time.monotonic()
         while not worker.done.acquire(True, max(0.0, min(LIVENESS_SECONDS, patience - time.monotonic()))):
             alive = worker.process.is_alive()  # asked first: it may have finished just before it died
             if worker.done.acquire(False):
                 return
             now = time.monotonic()
+            if now - before > STANDSTILL_SECONDS:  # this process was stopped, by Ctrl-Z say: nobody's time ran
+                for other in self.workers:
+                    other.deadline += now - before
+            before = now
             if not alive or now >= worker.deadline:
                 raise self._lost(worker, name, hung=alive)
             if now >= patience:

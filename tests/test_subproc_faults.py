@@ -555,6 +555,41 @@ def test_a_replacement_that_cannot_be_made_ends_it(tmp_path: Path) -> None:
     close_in_time(envs)
 
 
+class SlowEnv(CountEnv):
+    """Computes for half a second."""
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
+        start = time.process_time()
+        while time.process_time() < start + 0.5:
+            pass
+        return super().step(action)
+
+
+def test_time_in_which_everything_was_stopped_does_not_count_as_a_hang() -> None:
+    """Ctrl-Z stops parent and workers alike; after `fg` the run goes on, however long that took."""
+    code = (
+        "from envs.subproc_vec_env import SubprocVecEnv\n"
+        "from tests.test_subproc_faults import SlowEnv\n"
+        "envs = SubprocVecEnv([SlowEnv] * 2, 2, step_timeout=2.0, context='fork')\n"
+        "envs.reset()\n"
+        "envs.step_async([1, 2])\n"
+        "print('stepping', flush=True)\n"
+        "print(envs.step_wait()[1].tolist(), flush=True)\n"
+        "envs.close()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "stepping\n"
+    time.sleep(0.1)
+    os.killpg(process.pid, signal.SIGSTOP)
+    time.sleep(3.0)
+    os.killpg(process.pid, signal.SIGCONT)
+    assert process.communicate(timeout=20)[0] == "[1.0, 2.0]\n"
+    assert process.returncode == 0
+
+
 def test_a_forked_child_of_the_parent_leaves_the_workers_alone() -> None:
     envs = four_envs("none", "nowhere")
     envs.reset()
