@@ -1445,6 +1445,7 @@ def explain(args: Args) -> None:
     """Print the derived sizes, and the run's time as three updates in a scratch folder predict it."""
     if world_size() > 1:
         raise UsageError("--explain is for one process: leave torchrun out.")
+    validate(args)
     with tempfile.TemporaryDirectory() as scratch:
         steps = 3 * args.batch_size
         probe = replace(args, total_timesteps=steps, logdir=f"{scratch}/run", resume=False, save_every=0,
@@ -1486,7 +1487,6 @@ def main(argv: list[str]) -> int:
             play(tyro.cli(PlayArgs, args=argv[1:], description=play.__doc__))
             return 0
         args = parse_args(argv)
-        validate(args)
         if args.explain:
             explain(args)
             return 0

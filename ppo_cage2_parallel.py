@@ -1882,6 +1882,7 @@ def explain(args: Args) -> None:
     """Print the derived sizes, and the run's time as three updates in a scratch folder predict it."""
     if world_size() > 1:
         raise UsageError("--explain is for one process: leave torchrun out.")
+    validate(args)
     with tempfile.TemporaryDirectory() as scratch:
         steps = 3 * args.batch_size
         probe = replace(args, total_timesteps=steps, logdir=f"{scratch}/run", resume=False, save_every=0,
@@ -1926,7 +1927,6 @@ def main(argv: list[str]) -> int:
             signum = search(tyro.cli(SearchArgs, args=argv[1:], description=search.__doc__))
             return 128 + signum if signum else 0
         args = parse_args(argv)
-        validate(args)
         if args.explain:
             explain(args)
             return 0

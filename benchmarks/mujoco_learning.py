@@ -42,7 +42,7 @@ from benchmarks.common import (
     write_results,
 )
 from benchmarks.seeds import Run, number, statistics_of, with_interval
-from ppo_continuous_mujoco import RESUMABLE, known_args, parse_args, read_csv
+from ppo_continuous_mujoco import RESUMABLE, Args, known_args, parse_args, read_csv
 
 FOLDER = ROOT / "runs" / "learning"
 # task -> (preset, best published PPO return at 1 M steps that we know, its source); older task versions, a guide only
@@ -67,20 +67,21 @@ def command(task: str, steps: int, seed: int) -> list[str]:
     return ["ppo_continuous_mujoco.py", *flags]
 
 
-def learning_args(values: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that decide what is learnt: not the seed, nor what a resumed run may change, steps aside."""
+def learning_args(args: Args) -> dict[str, Any]:
+    """Those that decide what is learnt, as JSON keeps them: not the seed, nor what a resumed run may change, steps
+    aside."""
+    values = json.loads(json.dumps(asdict(args)))
     return {name: values[name] for name in values if name == "total_timesteps" or name not in RESUMABLE | {"seed"}}
 
 
 def args_of_task(task: str, steps: int) -> dict[str, Any]:
     """The arguments that decide what a run of the task learns today."""
-    return json.loads(json.dumps(learning_args(asdict(parse_args(command(task, steps, 1)[1:])))))
+    return learning_args(parse_args(command(task, steps, 1)[1:]))
 
 
 def args_of(logdir: Path) -> dict[str, Any]:
     """Those of a run. Arguments that the script has gained since get their defaults, which change nothing."""
-    saved = json.loads((logdir / "config.json").read_text())["args"]
-    return json.loads(json.dumps(learning_args(asdict(known_args(saved)))))
+    return learning_args(known_args(json.loads((logdir / "config.json").read_text())["args"]))
 
 
 def is_finished(logdir: Path) -> bool:

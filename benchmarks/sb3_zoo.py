@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from ppo_continuous_mujoco import Args, crossed
+
 # hyperparams/ppo.yml of rl-baselines3-zoo at 208b6fd. What it does not list is SB3's default, and so it is for Pusher
 # and for Ant, whose tuned values the Zoo has switched off. The Zoo tuned for older versions of the tasks.
 WIDE = {
@@ -54,7 +56,7 @@ ZOO: dict[str, dict[str, Any]] = {
         "batch_size": 512, "n_steps": 128, "gamma": 0.98, "learning_rate": 0.000155454, "ent_coef": 1.05057e-06,
         "clip_range": 0.4, "n_epochs": 10, "gae_lambda": 0.8, "max_grad_norm": 0.5, "vf_coef": 0.695929},
 }  # fmt: skip
-EVAL_EVERY, EVAL_EPISODES, EVAL_SEED = 100_000, 10, 10_000  # the defaults of ppo_continuous_mujoco.py
+EVAL_SEED = 10_000  # as `evaluate` of ppo_continuous_mujoco.py has it
 
 
 def train(task: str, steps: int, seed: int, folder: Path) -> None:
@@ -76,8 +78,8 @@ def train(task: str, steps: int, seed: int, folder: Path) -> None:
     eval_env = gym.make(task)
 
     def evaluate(global_step: int) -> None:
-        returns = np.zeros(EVAL_EPISODES)
-        for i in range(EVAL_EPISODES):
+        returns = np.zeros(Args.eval_episodes)
+        for i in range(Args.eval_episodes):
             obs, ended = eval_env.reset(seed=EVAL_SEED + i)[0], False
             while not ended:
                 action, _ = model.predict(vec_env.normalize_obs(obs), deterministic=True)
@@ -88,12 +90,12 @@ def train(task: str, steps: int, seed: int, folder: Path) -> None:
             csv.writer(file).writerow([global_step, returns.mean(), returns.std()])
 
     class Evaluation(BaseCallback):
-        """Evaluates before the first rollout that begins at or after a multiple of EVAL_EVERY steps."""
+        """Evaluates before the first rollout that begins at or after a multiple of our --eval-every steps."""
 
         last = 0
 
         def _on_rollout_start(self) -> None:
-            if self.num_timesteps // EVAL_EVERY > self.last // EVAL_EVERY:
+            if crossed(self.num_timesteps, self.num_timesteps - self.last, Args.eval_every):
                 evaluate(self.num_timesteps)
             self.last = self.num_timesteps
 
