@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 .PHONY: train test slow lint format fceumm bench clean
 
-BENCHMARKS := vec_env scaling cage2 cage2_loop cage2_learning cage2_workflows mujoco_env mujoco_loop mujoco_learning mario_env mario_loop seeds distributed
+BENCHMARKS := vec_env scaling cage2 cage2_loop cage2_learning cage2_workflows mujoco_env mujoco_loop mujoco_learning mario_env mario_loop mario_learning seeds distributed
 
 $(VENV)/.ready: requirements.txt
 	$(PYTHON) -m venv $(VENV)

@@ -73,7 +73,7 @@ class Args:
     or an Atari game, as ALE/Breakout-v5"""
     seed: int = 1
     """seed of networks, sampling and environments (environment n gets seed + n)"""
-    total_timesteps: int = 1_500_000
+    total_timesteps: int = 1_200_000
     """environment steps (decisions) of the whole run, summed over environments"""
     logdir: str | None = None
     """run folder; default runs/{env_id}__{script}__{seed}__{time}"""
@@ -142,13 +142,16 @@ class Args:
     """an episode begins with 0 to this many frames of waiting, drawn at random, in training and evaluation"""
     sticky_action_probability: float = 0.25
     """probability, in each frame, that the console misses a change of the buttons, in training and evaluation"""
+    retry: float = 0.75
+    """probability that the training episode after a death begins 0 to 31 steps before it; 0: never. Evaluations always
+    begin at the stage's start"""
     sign_reward: bool = True
     """Atari games: learn from the sign of each reward; what is reported are points"""
     episodic_life: bool = True
     """Atari games: the loss of a life ends the learner's episode, though the game goes on"""
 
     # --- PPO
-    num_steps: int = 128
+    num_steps: int = 64
     """steps T per environment and rollout; a batch is N*T transitions"""
     learning_rate: float = 5e-4
     """Adam's step size at the start"""
@@ -158,7 +161,7 @@ class Args:
     """discount per step"""
     gae_lambda: float = 0.95
     """lambda of generalised advantage estimation: 0 trusts the critic, 1 the sampled return"""
-    num_minibatches: int = 16
+    num_minibatches: int = 8
     """minibatches of an epoch; must divide N*T"""
     update_epochs: int = 4
     """passes over each batch"""
@@ -172,7 +175,7 @@ class Args:
     """clip the critic's change too (OpenAI Baselines; later studies found no gain)"""
     ent_coef: float = 0.01
     """weight of the entropy bonus"""
-    vf_coef: float = 0.5
+    vf_coef: float = 0.01
     """weight of the value loss, which is half the mean squared error"""
     max_grad_norm: float | None = 0.5
     """global l2 norm that gradients are clipped to; None: no clipping"""
@@ -201,11 +204,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "defaults": {},
     # the setting of a widely read Mario guide; it asked for 8-12 hours of a GPU
     "document": {"seed": 0, "total_timesteps": 10_000_000, "obs": "rgb64", "max_pool": True, "show_buttons": False,
-                 "reward": "document", "stuck_steps": 0, "learning_rate": 2.5e-4, "anneal_lr": False,
-                 "gamma": 0.99, "ent_coef": 0.03},
+                 "reward": "document", "stuck_steps": 0, "retry": 0.0, "num_steps": 128, "num_minibatches": 16,
+                 "learning_rate": 2.5e-4, "anneal_lr": False, "gamma": 0.99, "ent_coef": 0.03, "vf_coef": 0.5},
     # Schulman et al. 2017, table 5, as CleanRL reads it; evaluations are of whole games, and so are dear
-    "atari": {"env_id": "ALE/Breakout-v5", "total_timesteps": 10_000_000, "num_envs": 8, "learning_rate": 2.5e-4,
-              "gamma": 0.99, "num_minibatches": 4, "clip_coef": 0.1, "clip_vloss": True, "eval_every": 1_000_000},
+    "atari": {"env_id": "ALE/Breakout-v5", "total_timesteps": 10_000_000, "num_envs": 8, "num_steps": 128,
+              "num_minibatches": 4, "learning_rate": 2.5e-4, "gamma": 0.99, "clip_coef": 0.1, "clip_vloss": True,
+              "vf_coef": 0.5, "eval_every": 1_000_000},
     "explore": {"ent_coef": 0.05, "learning_rate": 1e-4},
     "fast": {"total_timesteps": 2_000_000, "num_envs": 8, "num_minibatches": 8, "update_epochs": 3},
     "debug": {"total_timesteps": 100_000, "num_envs": 4, "num_steps": 64, "num_minibatches": 4, "update_epochs": 2,
@@ -218,7 +222,8 @@ RESUMABLE = {"total_timesteps", "logdir", "resume", "device", "torch_threads", "
              "video_fps", "hints", "explain"}  # fmt: skip
 
 # What one kind of game alone knows: to set it for the other is a mistake.
-MARIO_ONLY = ("backend", "obs", "action_set", "max_pool", "mask_score", "show_buttons", "reward", "stuck_steps")
+MARIO_ONLY = ("backend", "obs", "action_set", "max_pool", "mask_score", "show_buttons", "reward", "stuck_steps",
+              "retry")  # fmt: skip
 ATARI_ONLY = ("sign_reward", "episodic_life")
 
 
@@ -563,6 +568,7 @@ def make_mario(args: Args, render_mode: str | None) -> gym.Env:
         max_episode_steps=args.max_episode_steps,
         noop_max=args.noop_max,
         sticky_action_probability=args.sticky_action_probability,
+        retry_probability=args.retry,
         render_mode=render_mode,
     )
 
@@ -1209,7 +1215,7 @@ def learn(
 
         # --- collect ----------------------------------------------------------------------------------
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
-        ended: list[tuple[float, int, float]] = []  # (return, length, flag reached) of the episodes that ended
+        ended: list[tuple[float, int, float, bool]] = []  # (return, length, flag reached, a retry) of each episode
         env_time = 0.0
         for t in range(num_steps):
             obs[t] = next_obs
@@ -1228,8 +1234,9 @@ def learn(
             truncations[t] = torch.as_tensor(truncated)
             next_obs = torch.as_tensor(env_obs, device=device)
             for n in np.flatnonzero(terminated | truncated):
-                success = math.nan if is_atari(args) else float(infos["final_info"]["flag_get"][n])
-                ended.append((float(episode_returns[n]), int(episode_lengths[n]), success))
+                info = infos["final_info"]
+                success, retried = (math.nan, False) if is_atari(args) else (info["flag_get"][n], info["retried"][n])
+                ended.append((float(episode_returns[n]), int(episode_lengths[n]), float(success), bool(retried)))
                 episode_returns[n] = episode_lengths[n] = 0
                 if not terminated[n]:
                     cuts.append((t, int(n), infos["final_obs"][n]))
@@ -1284,7 +1291,8 @@ def learn(
 
         # --- log --------------------------------------------------------------------------------------
         means = torch.stack(steps).mean(0).tolist() if steps else [math.nan] * (len(LOSS_METRICS) + 1)
-        episodic = np.mean(ended, axis=0) if ended else np.full(3, math.nan)
+        from_the_start = [episode[:3] for episode in ended if not episode[3]]
+        episodic = np.mean(from_the_start, axis=0) if from_the_start else np.full(3, math.nan)
         record = {
             **{f"train/{name}": value for name, value in zip([*LOSS_METRICS, "grad_norm"], means, strict=True)},
             "train/explained_variance": explained_variance(b_values, b_returns),

@@ -1,0 +1,216 @@
+"""Learning results on Super Mario Bros: several seeds of `ppo_atari_mario.py`, and what single choices of it are worth.
+
+    python -m benchmarks.mario_learning                                          # World 1-1, FCEUmm, seeds 1 2 3
+    python -m benchmarks.mario_learning --env-id Mario-1-2 --seeds 1             # another stage
+    python -m benchmarks.mario_learning --backend nes_py --seeds 1
+    python -m benchmarks.mario_learning --variant no_retry --seeds 1             # without one of the choices
+    python -m benchmarks.mario_learning --quick                                  # two updates, to see that all works
+    python -m benchmarks.mario_learning --report                                 # the page of what has been run
+
+Runs follow one another, each on all cores; with `--jobs 2` two run at a time, each on one core. A run's folder is
+runs/mario/{env_id}-{backend}-{variant}-{seed}. One that was killed is resumed, one that is finished is not repeated.
+Then its last policy plays 100 episodes with the most probable actions and 100 with sampled ones, all with random
+waiting before the start and sticky actions, on seeds that no run uses.
+
+results/mario_learning.json keeps curves and evaluations of every run, so run folders may be deleted. The first seed's
+last evaluation, five episodes side by side, becomes results/mario_{stages}.gif.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import matplotlib.figure
+import numpy as np
+import torch
+
+import ppo_atari_mario as mario
+from benchmarks.common import (
+    QUICK_RESULTS,
+    RESULTS,
+    ROOT,
+    cpu_model,
+    machine_info,
+    machine_line,
+    markdown_table,
+    write_results,
+)
+from benchmarks.seeds import Run
+from ppo_atari_mario import read_csv
+
+FOLDER = ROOT / "runs" / "mario"
+EPISODES, EVALUATION_SEED = 100, 1000
+WINDOW = 20_000  # steps averaged in a point of the training curve
+# What a run has other than the script's defaults, one choice at a time.
+VARIANTS: dict[str, list[str]] = {
+    "default": [],
+    "no_retry": ["--retry", "0"],
+    "vf_coef_0.5": ["--retry", "0", "--vf-coef", "0.5", "--num-steps", "128", "--num-minibatches", "16",
+                    "--total-timesteps", "1500000"],
+    "no_buttons": ["--retry", "0", "--vf-coef", "0.5", "--num-steps", "128", "--num-minibatches", "16",
+                   "--total-timesteps", "1500000", "--no-show-buttons"],
+    "quick": ["--num-envs", "8", "--total-timesteps", "1024", "--num-minibatches", "2", "--max-episode-steps", "20"],
+}  # fmt: skip
+
+
+def command(env_id: str, backend: str, variant: str) -> list[str]:
+    """The command line of a group of runs, but for the seed."""
+    return ["ppo_atari_mario.py", "--env-id", env_id, "--backend", backend, *VARIANTS[variant]]
+
+
+def run(env_id: str, backend: str, variant: str, seed: int, cores: int) -> None:
+    """Start, resume or skip one run, and evaluate its last policy. Raises RuntimeError if the run fails."""
+    logdir = FOLDER / f"{env_id}-{backend}-{variant}-{seed}"
+    task = Run([*command(env_id, backend, variant), "--num-workers", str(cores), "--torch-threads", str(cores)],
+               seed, logdir)  # fmt: skip
+    if not task.is_finished():
+        task.start()
+        if task.process.wait():
+            raise RuntimeError(f"{task} failed: {task.last_words()}")
+    if not (logdir / "evaluation.json").exists():
+        words = ["-m", "benchmarks.mario_learning", "--evaluate", str(logdir)]
+        subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
+
+
+def evaluate(logdir: Path) -> None:
+    """Write evaluation.json of the run's last policy."""
+    checkpoint = mario.load_checkpoint(logdir / "latest.pt")
+    args = replace(mario.known_args(checkpoint["args"]), device="cpu", torch_threads=1, eval_episodes=EPISODES)
+    torch.set_num_threads(1)
+    vec_env = mario.make_envs(replace(args, num_envs=1))
+    agent = mario.Agent(vec_env, args)
+    vec_env.close()
+    agent.load_state_dict(checkpoint["agent"])
+    scores = {}
+    for mode, deterministic in (("deterministic", True), ("sampled", False)):
+        result = mario.evaluate(agent, args, deterministic, EVALUATION_SEED)
+        scores[mode] = {name: result[name] for name in ("success_rate", "mean_return", "std_return", "mean_length")}
+    (logdir / "evaluation.json").write_text(json.dumps({"cpu": cpu_model(), **scores}))
+
+
+def read_run(logdir: Path) -> dict[str, Any]:
+    """What the results keep of a finished run: its evaluations, and curves averaged over `WINDOW` steps."""
+    progress, timing, evaluations = (read_csv(logdir / f"{name}.csv") for name in ("progress", "timing", "eval"))
+    args = json.loads((logdir / "config.json").read_text())["args"]
+    points = progress["global_step"] // WINDOW
+    ends = np.flatnonzero(np.diff(points, append=points[-1] + 1))
+    rates = [np.nanmean(x) if not np.isnan(x).all() else 0.0
+             for x in np.split(progress["rollout/success_rate"], ends[:-1] + 1)]  # fmt: skip
+    return {
+        "steps": progress["global_step"][ends].tolist(),
+        "minutes": (timing["time/seconds"][ends] / 60).round(2).tolist(),
+        "success_rate": np.round(rates, 4).tolist(),
+        "evaluations": {name: column.tolist() for name, column in evaluations.items()},
+        "num_workers": args["num_workers"],
+        "torch_threads": args["torch_threads"],
+        "final": json.loads((logdir / "evaluation.json").read_text()),
+    }
+
+
+def report(folder: Path = RESULTS) -> None:
+    """Write mario_learning.json, .md and .png from what is stored in `folder` and the finished runs."""
+    path = folder / "mario_learning.json"
+    groups: dict[str, Any] = json.loads(path.read_text())["groups"] if path.exists() else {}
+    for evaluation in sorted(FOLDER.glob("*/evaluation.json")):
+        logdir = evaluation.parent
+        args = json.loads((logdir / "config.json").read_text())["args"]
+        variant = logdir.name.split("-")[-2]
+        if (variant == "quick") is not (folder == QUICK_RESULTS):
+            continue
+        words = command(args["env_id"], args["backend"], variant)
+        group = groups.setdefault(f"{args['env_id']} {args['backend']} {variant}", {"seeds": {}})
+        group["command"] = "python " + " ".join(words)
+        group["seeds"][str(args["seed"])] = read_run(logdir)
+        videos = sorted((logdir / "videos").glob("*.gif"), key=lambda gif: gif.stat().st_mtime)
+        if variant == "default" and videos and str(args["seed"]) == min(group["seeds"], key=int):
+            shutil.copyfile(videos[-1], folder / f"{args['env_id'].lower().replace('-', '_', 1)}.gif")
+    groups = {name: groups[name] | {"seeds": dict(sorted(groups[name]["seeds"].items(), key=lambda item: int(item[0])))}
+              for name in sorted(groups)}  # fmt: skip
+    rows = []
+    for name, group in groups.items():
+        for seed, result in group["seeds"].items():
+            training, final = np.array(result["success_rate"]), result["final"]
+            halfway = np.flatnonzero(training >= 0.5)
+            rows.append([
+                *name.split(), seed, f"{result['steps'][-1] / 1e6:.2f} M",
+                f"{result['minutes'][-1]:.0f} ({result['num_workers']} workers, {result['torch_threads']} threads)",
+                f"{result['steps'][halfway[0]] / 1e6:.2f} M" if len(halfway) else "never",
+                f"{training[-5:].mean():.0%}",
+                *(f"{final[mode]['success_rate']:.0%} ({final[mode]['mean_return']:.0f} +- "
+                  f"{final[mode]['std_return']:.0f})" for mode in ("deterministic", "sampled")),
+            ])  # fmt: skip
+    header = ["stage", "emulator", "variant", "seed", "steps", "minutes", "half of training episodes at",
+              "training, last 100,000 steps", f"{EPISODES} episodes, deterministic (return)",
+              f"{EPISODES} episodes, sampled (return)"]  # fmt: skip
+    page = (
+        "# Super Mario Bros\n\n`python -m benchmarks.mario_learning`. Share of episodes that reach the flag, with "
+        "random waiting before the start and sticky actions, in training and evaluation; training episodes that began "
+        "in the middle of the stage (`--retry`) do not count. Minutes are those of collecting and learning, mostly "
+        "beside another run on the other core; returns are in the shaped reward.\n\n"
+    )
+    page += markdown_table(header, rows)
+    page += "\n" + "\n".join(f"- {name.split()[-1]}: `{' '.join(words)}`" for name, words in VARIANTS.items()
+                             if words and name != "quick")  # fmt: skip
+    info = machine_info(["torch", "numpy", "gym-super-mario-bros", "nes-py", "stable-retro"])
+    cpus = sorted({result["final"]["cpu"] for group in groups.values() for result in group["seeds"].values()})
+    page += f"\n\n![curves](mario_learning.png)\n\nRuns on {' and '.join(cpus)}. The page: {machine_line(info)}"
+    write_results("mario_learning", {"machine": info, "groups": groups}, page, folder)
+    if groups:
+        draw(groups, folder / "mario_learning.png")
+
+
+def draw(groups: dict[str, Any], path: Path) -> None:
+    """Training curves over steps and over minutes: a colour a group, a line a seed."""
+    figure = matplotlib.figure.Figure(figsize=(11, 4.2), layout="constrained")
+    axes = figure.subplots(1, 2, sharey=True)
+    for i, (name, group) in enumerate(groups.items()):
+        for j, result in enumerate(group["seeds"].values()):
+            style = {"color": f"C{i}", "lw": 1.3, "label": name if j == 0 else None}
+            axes[0].plot(np.array(result["steps"]) / 1e6, result["success_rate"], **style)
+            axes[1].plot(result["minutes"], result["success_rate"], **style)
+    for axis, label in zip(axes, ("million environment steps", "minutes of collecting and learning"), strict=True):
+        axis.set(xlabel=label, ylim=(-0.03, 1.03))
+        axis.grid(alpha=0.3)
+    axes[0].set_ylabel("training episodes that reach the flag")
+    axes[0].legend(fontsize=8)
+    figure.savefig(path, dpi=100)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--env-id", default="Mario-1-1")
+    parser.add_argument("--backend", choices=["fceumm", "nes_py"], default="fceumm")
+    parser.add_argument("--variant", choices=list(VARIANTS), default="default")
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--quick", action="store_true", help="two updates of eight environments")
+    parser.add_argument("--report", action="store_true", help="only write the page of finished runs")
+    parser.add_argument("--evaluate", type=Path, metavar="LOGDIR", help="only evaluate this run")
+    options = parser.parse_args()
+    if options.evaluate:
+        evaluate(options.evaluate)
+        return
+    if options.quick:
+        options.variant, options.seeds = "quick", [1]
+    if not options.report:
+        cores = max(1, machine_info()["cores"] // options.jobs)
+        jobs = [partial(run, options.env_id, options.backend, options.variant, seed, cores) for seed in options.seeds]
+        with ThreadPoolExecutor(options.jobs) as pool:
+            for future in [pool.submit(job) for job in jobs]:
+                future.result()
+    folder = QUICK_RESULTS if options.quick else RESULTS
+    report(folder)
+    print(json.dumps({"results": str(folder / "mario_learning.md")}))
+
+
+if __name__ == "__main__":
+    main()
