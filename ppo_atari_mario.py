@@ -142,9 +142,6 @@ class Args:
     """an episode begins with 0 to this many frames of waiting, drawn at random, in training and evaluation"""
     sticky_action_probability: float = 0.25
     """probability, in each frame, that the console misses a change of the buttons, in training and evaluation"""
-    retry: float = 0.75
-    """probability that the training episode after a death begins 0 to 31 steps before it; 0: never. Evaluations always
-    begin at the stage's start"""
     sign_reward: bool = True
     """Atari games: learn from the sign of each reward; what is reported are points"""
     episodic_life: bool = True
@@ -204,7 +201,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "defaults": {},
     # the setting of a widely read Mario guide; it asked for 8-12 hours of a GPU
     "document": {"seed": 0, "total_timesteps": 10_000_000, "obs": "rgb64", "max_pool": True, "show_buttons": False,
-                 "reward": "document", "stuck_steps": 0, "retry": 0.0, "num_steps": 128, "num_minibatches": 16,
+                 "reward": "document", "stuck_steps": 0, "num_steps": 128, "num_minibatches": 16,
                  "learning_rate": 2.5e-4, "anneal_lr": False, "gamma": 0.99, "ent_coef": 0.03, "vf_coef": 0.5},
     # Schulman et al. 2017, table 5, as CleanRL reads it; evaluations are of whole games, and so are dear
     "atari": {"env_id": "ALE/Breakout-v5", "total_timesteps": 10_000_000, "num_envs": 8, "num_steps": 128,
@@ -222,8 +219,7 @@ RESUMABLE = {"total_timesteps", "logdir", "resume", "device", "torch_threads", "
              "video_fps", "hints", "explain"}  # fmt: skip
 
 # What one kind of game alone knows: to set it for the other is a mistake.
-MARIO_ONLY = ("backend", "obs", "action_set", "max_pool", "mask_score", "show_buttons", "reward", "stuck_steps",
-              "retry")  # fmt: skip
+MARIO_ONLY = ("backend", "obs", "action_set", "max_pool", "mask_score", "show_buttons", "reward", "stuck_steps")
 ATARI_ONLY = ("sign_reward", "episodic_life")
 
 
@@ -568,7 +564,6 @@ def make_mario(args: Args, render_mode: str | None) -> gym.Env:
         max_episode_steps=args.max_episode_steps,
         noop_max=args.noop_max,
         sticky_action_probability=args.sticky_action_probability,
-        retry_probability=args.retry,
         render_mode=render_mode,
     )
 
@@ -1215,7 +1210,7 @@ def learn(
 
         # --- collect ----------------------------------------------------------------------------------
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
-        ended: list[tuple[float, int, float, bool]] = []  # (return, length, flag reached, a retry) of each episode
+        ended: list[tuple[float, int, float]] = []  # (return, length, flag reached) of the episodes that ended
         env_time = 0.0
         for t in range(num_steps):
             obs[t] = next_obs
@@ -1234,9 +1229,8 @@ def learn(
             truncations[t] = torch.as_tensor(truncated)
             next_obs = torch.as_tensor(env_obs, device=device)
             for n in np.flatnonzero(terminated | truncated):
-                info = infos["final_info"]
-                success, retried = (math.nan, False) if is_atari(args) else (info["flag_get"][n], info["retried"][n])
-                ended.append((float(episode_returns[n]), int(episode_lengths[n]), float(success), bool(retried)))
+                success = math.nan if is_atari(args) else float(infos["final_info"]["flag_get"][n])
+                ended.append((float(episode_returns[n]), int(episode_lengths[n]), success))
                 episode_returns[n] = episode_lengths[n] = 0
                 if not terminated[n]:
                     cuts.append((t, int(n), infos["final_obs"][n]))
@@ -1291,8 +1285,7 @@ def learn(
 
         # --- log --------------------------------------------------------------------------------------
         means = torch.stack(steps).mean(0).tolist() if steps else [math.nan] * (len(LOSS_METRICS) + 1)
-        from_the_start = [episode[:3] for episode in ended if not episode[3]]
-        episodic = np.mean(from_the_start, axis=0) if from_the_start else np.full(3, math.nan)
+        episodic = np.mean(ended, axis=0) if ended else np.full(3, math.nan)
         record = {
             **{f"train/{name}": value for name, value in zip([*LOSS_METRICS, "grad_norm"], means, strict=True)},
             "train/explained_variance": explained_variance(b_values, b_returns),

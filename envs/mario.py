@@ -53,7 +53,6 @@ OBSERVATIONS = {"gray64": (1, 64, 4), "rgb64": (3, 64, 1), "gray84": (1, 84, 4)}
 SCORE_ROWS = 32  # of the screen's 240
 BUTTON_ROWS = 15  # of these 240, where there is never anything but sky
 SHOWN_BUTTONS = (A, B, LEFT, RIGHT)
-RETRY_STEPS = 32  # decisions between the moments that a retry goes back to: two seconds of play
 
 
 class RewardTerms(NamedTuple):
@@ -90,7 +89,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
     `max_episode_steps`.
     Info: empty, which costs nothing on its way between processes, except that in the step that ends an
     episode, and with `full_info` always, it holds x_pos, max_x (pixels), time (ticks left), world, stage,
-    coins, score, life, status (0 small, 1 tall, 2 fiery), flag_get, death, stuck, retried, document_reward (this
+    coins, score, life, status (0 small, 1 tall, 2 fiery), flag_get, death, stuck, document_reward (this
     step's reward by the source document's weights) and document_return (its sum over the episode).
 
     Args:
@@ -116,10 +115,6 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         noop_max: each reset first waits 0 to noop_max frames, drawn at random (Mnih et al. 2015).
         sticky_action_probability: probability, in each frame, that the console still sees the buttons of the
             frame before (Machado et al. 2018, section 5.2, where it is 0.25).
-        retry_probability: for training: after a death the next reset goes back 0 to 31 decisions, with this
-            probability, so that a hard place is met again at once and not after the whole way there. The clock, the
-            enemies and the ground reached are those of that moment; chance is not. A reset with a seed or options
-            begins a stage.
         full_info: fill `info` in every step.
         render_mode: "rgb_array" lets `render()` return the screen, (240, 256, 3) uint8.
 
@@ -148,7 +143,6 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         max_episode_steps: int = 0,
         noop_max: int = 0,
         sticky_action_probability: float = 0.0,
-        retry_probability: float = 0.0,
         full_info: bool = False,
         render_mode: str | None = None,
     ) -> None:
@@ -163,8 +157,6 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
             _require(value >= 0, f"{name}={value}: use a positive number, or 0 to switch it off")
         sticky = sticky_action_probability
         _require(0 <= sticky < 1, f"sticky_action_probability={sticky}: use a probability, 0 or more and below 1")
-        retry = retry_probability
-        _require(0 <= retry < 1, f"retry_probability={retry}: use a probability, 0 or more and below 1")
         if isinstance(reward, str):
             _require(
                 reward in REWARDS,
@@ -180,8 +172,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         self.skip, self.max_pool = skip, max_pool
         self.mask_score, self.show_buttons = mask_score, show_buttons
         self.stuck_steps, self.max_episode_steps, self.noop_max = stuck_steps, max_episode_steps, noop_max
-        self.sticky_action_probability, self.retry_probability = sticky, retry
-        self.full_info, self.render_mode = full_info, render_mode
+        self.sticky_action_probability, self.full_info, self.render_mode = sticky, full_info, render_mode
         self.metadata = {**self.metadata, "render_fps": round(60 / skip)}
         self.observation_space = Box(0, 255, (stack * channels, side, side), np.uint8)
         self.action_space = Discrete(len(self.buttons))
@@ -194,8 +185,6 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         self._held_buttons = 0
         self._steps = self._steps_without_progress = 0
         self._document_return = 0.0
-        self._died = self._retried = False
-        self._retry_from: dict[str, Any] | None = None
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -203,27 +192,19 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         """Start an episode; `options={"stage": "1-2"}` chooses another stage than the constructor's for
         it."""
         super().reset(seed=seed)
-        moment = self._retry_from if self._died and seed is None and not options else None
-        self._retried = moment is not None and self.np_random.random() < self.retry_probability
-        if moment is not None and self._retried:
-            self._return_to(moment)
-        else:
-            self._start(_parse_stages(options["stage"]) if options and "stage" in options else self.stages)
-        self._playing, self._died, self._steps = True, False, 0
-        info = self._info(goal=False, death=False, stuck=False, document_reward=0.0) if self.full_info else {}
-        return self._frames.copy(), info
-
-    def _start(self, stages: tuple[str, ...]) -> None:
-        """Begin one of the stages, after some waiting."""
+        stages = _parse_stages(options["stage"]) if options and "stage" in options else self.stages
         # draw only what is random, so that switching one option on leaves the other's random numbers alone
         self._game.start(stages[int(self.np_random.integers(len(stages)))] if len(stages) > 1 else stages[0])
         for _ in range(int(self.np_random.integers(self.noop_max + 1)) if self.noop_max else 0):
             self._game.frame(0)
         self._game.measure()  # the clock that ran meanwhile is not the policy's to pay for
-        self._retry_from = None
-        self._held_buttons = self._steps_without_progress = 0
+        self._playing = True
+        self._held_buttons = 0
+        self._steps = self._steps_without_progress = 0
         self._document_return = 0.0
         self._frames[:] = np.tile(self._look(), (len(self._frames) // self._channels, 1, 1))
+        info = self._info(goal=False, death=False, stuck=False, document_reward=0.0) if self.full_info else {}
+        return self._frames.copy(), info
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Hold an action's buttons for `skip` frames, fewer if the episode ends meanwhile.
@@ -260,9 +241,6 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         terminated = over or stuck
         truncated = not terminated and 0 < self.max_episode_steps <= self._steps
         self._playing = not (terminated or truncated)
-        self._died = over and death
-        if self.retry_probability and self._playing and self._steps % RETRY_STEPS == 0:
-            self._retry_from = self._moment()
         info = {} if self._playing and not self.full_info else self._info(goal, death, stuck, document_reward)
         return self._frames.copy(), reward, terminated, truncated, info
 
@@ -282,13 +260,15 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         ones.
         """
         return {
-            **self._moment(),
+            "game": self._game.get_state(),
             "rng": self.np_random.bit_generator.state,
-            "retry_from": self._retry_from,
+            "frames": self._frames.copy(),
+            "picture": self.render(),
             "playing": self._playing,
-            "died": self._died,
-            "retried": self._retried,
+            "held_buttons": self._held_buttons,
             "steps": self._steps,
+            "steps_without_progress": self._steps_without_progress,
+            "document_return": self._document_return,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -301,30 +281,13 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         """
         theirs, ours = np.shape(state["frames"]), self._frames.shape
         _require(theirs == ours, f"this state holds observations of shape {theirs}, this environment makes {ours}")
-        self._return_to(state)
+        self._game.set_state(state["game"])
         self.np_random.bit_generator.state = state["rng"]
-        self._retry_from = state["retry_from"]
-        self._playing, self._died, self._retried = state["playing"], state["died"], state["retried"]
-        self._steps = state["steps"]
-
-    def _moment(self) -> dict[str, Any]:
-        """Return the state of the game and of what has been seen and counted in it: `get_state` without chance."""
-        return {
-            "game": self._game.get_state(),
-            "frames": self._frames.copy(),
-            "picture": self.render(),
-            "held_buttons": self._held_buttons,
-            "steps_without_progress": self._steps_without_progress,
-            "document_return": self._document_return,
-        }
-
-    def _return_to(self, moment: dict[str, Any]) -> None:
-        self._game.set_state(moment["game"])
-        self._frames[:] = moment["frames"]
-        self._picture = None if moment["picture"] is None else np.array(moment["picture"])
-        self._held_buttons = moment["held_buttons"]
-        self._steps_without_progress = moment["steps_without_progress"]
-        self._document_return = moment["document_return"]
+        self._frames[:] = state["frames"]
+        self._picture = None if state["picture"] is None else np.array(state["picture"])
+        self._playing, self._held_buttons = state["playing"], state["held_buttons"]
+        self._steps, self._steps_without_progress = state["steps"], state["steps_without_progress"]
+        self._document_return = state["document_return"]
 
     def _action_number(self, action: Any) -> int:
         count = len(self.buttons)
@@ -354,7 +317,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         return pixels.transpose(2, 0, 1) if self._channels == 3 else pixels[None]
 
     def _info(self, goal: bool, death: bool, stuck: bool, document_reward: float) -> dict[str, Any]:
-        events = {"flag_get": goal, "death": death, "stuck": stuck, "retried": self._retried}
+        events = {"flag_get": goal, "death": death, "stuck": stuck}
         document = {"document_reward": document_reward, "document_return": self._document_return}
         return {**self._game.facts(), **events, **document}
 

@@ -155,8 +155,8 @@ class NesPyCore:
     nes-py can copy its state to one slot inside itself, but offers no way to take it out. So what `save`
     returns is the console's whole input history since it was switched on: one uint32 a frame. The emulator is
     deterministic, so that replaying it is exact (0.2 s for a stage's start, some 1.2 ms for every further
-    frame). The slot makes the common case quick: it holds the last state saved or loaded, and `load` returns
-    to that in microseconds.
+    frame). The slot makes the common case quick: `load` keeps the last state it loaded there, and returns to
+    it in microseconds.
     """
 
     _POKE = 1 << 31  # history entries with this bit are RAM writes: address << 8 | value; others are buttons
@@ -190,9 +190,7 @@ class NesPyCore:
         self.ram[address] = value
 
     def save(self) -> np.ndarray:
-        self._emulator.backup()
-        self._slot = self._history.copy()
-        return np.array(self._slot, np.uint32).view(np.uint8)
+        return np.array(self._history, np.uint32).view(np.uint8)
 
     def load(self, state: np.ndarray) -> None:
         history = np.ascontiguousarray(state).view(np.uint32).tolist()

@@ -192,7 +192,6 @@ def test_info_is_empty_until_the_episode_ends(fceumm: str) -> None:
         "flag_get",
         "death",
         "stuck",
-        "retried",
         "document_reward",
         "document_return",
     }
@@ -580,88 +579,11 @@ def test_environments_of_one_process_do_not_disturb_each_other(backend: str) -> 
         env.close()
 
 
-def die(env: MarioEnv, action: int = RUN) -> tuple[int, dict[str, Any]]:
-    """Hold one action until the episode ends; return its length and last info."""
-    for steps in range(1, 1000):
-        _, _, terminated, truncated, info = env.step(action)
-        if terminated or truncated:
-            return steps, info
-    raise AssertionError("nothing happened in 1000 decisions")
-
-
-def test_a_retry_goes_back_to_the_last_multiple_of_32_decisions(backend: str) -> None:
-    env = MarioEnv("1-1", backend, retry_probability=1 - 1e-9)
-    start = env.reset(seed=0)[0]
-    actions = decode(GOAL_RUNS[backend, "1-1"])[:70] + [RUN] * 100
-    steps = [env.step(action) for action in actions[:70]]
-    while not steps[-1][2]:
-        steps.append(env.step(RUN))
-    death = steps[-1][4]
-    assert death["death"]
-    assert not death["retried"]
-    kept = (len(steps) - 1) // 32 * 32
-    assert np.array_equal(env.reset()[0], steps[kept - 1][0])
-    for action, (obs, *rest) in zip(actions[kept:], steps[kept:-1], strict=False):
-        step = env.step(action)  # nothing draws here, so that the same actions are the same game
-        assert np.array_equal(step[0], obs)
-        assert list(step[1:]) == rest
-    assert env.step(RUN)[4] == {**death, "retried": True}, "same clock, same ground reached, same sum of rewards"
-    env.reset()
-    assert die(env)[1]["retried"], "a death before the next moment leads back to the same one"
-    assert np.array_equal(env.reset(seed=0)[0], start), "a seed begins a stage"
-    assert not die(env)[1]["retried"]
-    assert np.array_equal(env.reset(options={"stage": "1-1"})[0], start), "so do options"
-
-
-def test_retries_happen_as_often_as_asked_and_differ_by_chance(fceumm: str) -> None:
-    env = MarioEnv("1-1", fceumm, retry_probability=0.75, sticky_action_probability=0.25, noop_max=30)
-    env.reset(seed=0)
-    possible, retried, ends = 0, 0, set()
-    rng = np.random.default_rng(0)
-    for _ in range(300):
-        for _ in range(1000):
-            _, _, terminated, _, info = env.step(rng.choice([RUN, RUN_JUMP]))
-            if terminated:
-                break
-        could = env.get_state()["retry_from"] is not None and info["death"]
-        env.reset()
-        now = env.get_state()["retried"]
-        assert could or not now, "after being stuck, or before 32 decisions, an episode begins at the start"
-        possible, retried = possible + could, retried + now
-        ends.add((info["retried"], info["x_pos"], info["time"]))
-    assert possible > 200
-    assert abs(retried / possible - 0.75) < 3 * (0.75 * 0.25 / possible) ** 0.5
-    assert len(ends) > 100, "sticky actions are drawn anew, else a retry would repeat itself"
-
-
-def test_no_retry_keeps_nothing_and_none_follows_flag_truncation_or_being_stuck(fceumm: str) -> None:
-    plain = MarioEnv("1-1", fceumm)
-    plain.reset(seed=0)
-    play(plain, [RUN_JUMP] * 40)
-    assert plain.get_state()["retry_from"] is None
-
-    always = {"retry_probability": 1 - 1e-9}
-    flag = MarioEnv("1-1", fceumm, **always)
-    start = flag.reset(seed=0)[0]
-    assert play_episode(flag, decode(GOAL_RUNS[fceumm, "1-1"]))[1]["flag_get"]
-    assert np.array_equal(flag.reset()[0], start)
-    assert flag.get_state()["retry_from"] is None, "a new stage forgets the old one's moments"
-    cut = MarioEnv("1-1", fceumm, max_episode_steps=40, **always)
-    cut.reset(seed=0)
-    assert die(cut, NOOP)[0] == 40
-    assert np.array_equal(cut.reset()[0], start)
-    stuck = MarioEnv("1-1", fceumm, stuck_steps=50, **always)
-    stuck.reset(seed=0)
-    assert die(stuck, NOOP)[1]["stuck"]
-    assert np.array_equal(stuck.reset()[0], start)
-
-
 def test_a_restored_environment_repeats_itself_bit_for_bit(backend: str) -> None:
     before, after = (200, 200) if backend == "fceumm" else (60, 60)  # nes_py restores by playing it all again
     options = {
         "noop_max": 30,
         "sticky_action_probability": 0.25,
-        "retry_probability": 0.75,
         "full_info": True,
         "render_mode": "rgb_array",
     }
@@ -679,12 +601,11 @@ def test_a_restored_environment_repeats_itself_bit_for_bit(backend: str) -> None
 
 
 def test_a_state_holds_only_plain_values_and_arrays(backend: str) -> None:
-    env = MarioEnv("1-1", backend, retry_probability=0.5)
+    env = MarioEnv("1-1", backend)
     untouched = env.get_state()
     env.reset(seed=0)
-    start = [env.step(action)[0] for action in [NOOP] * 32 + [RUN]][-1]
+    start = env.step(RUN)[0]
     pending = [env.get_state()]
-    assert pending[0]["retry_from"] is not None
     env.set_state(untouched)
     with pytest.raises(ResetNeeded):
         env.step(0)

@@ -93,7 +93,6 @@ def test_the_documents_preset_has_exactly_its_values() -> None:
         "anneal_lr": False, "gamma": 0.99, "gae_lambda": 0.95, "clip_coef": 0.2, "vf_coef": 0.5, "ent_coef": 0.03,
         "max_grad_norm": 0.5, "feature_dim": 512, "obs": "rgb64", "skip": 4, "video_episodes": 3, "video_fps": 16,
         "reward": "document", "shared_cnn": True, "clip_vloss": False, "target_kl": None,
-        "retry": 0,
     }  # fmt: skip
     assert {name: getattr(args, name) for name in expected} == expected
     assert (args.batch_size, args.num_updates) == (4096, 2441)
@@ -129,7 +128,6 @@ def test_flags_win_over_presets() -> None:
         (["--num-minibatches", "7"], ["--num-minibatches 7", "2048"]),
         (["--sticky-action-probability", "1.5"], ["1.5", "below 1"]),
         (["--gamma", "1", "--stuck-steps", "0"], ["--gamma 1", "--stuck-steps"]),
-        (["--retry", "1"], ["retry_probability=1.0", "below 1"]),
         (["--skip", "0"], ["skip=0"]),
         (["--skip", "26"], ["skip=26", "1 to 25"]),
         (["play", "--logdir", "/nowhere", "--render", "--save-gif"], ["choose one"]),
@@ -346,19 +344,6 @@ def test_sigterm_saves_and_exits_with_143(tmp_path: Path) -> None:
     checkpoint = mario.load_checkpoint(tmp_path / "run" / "latest.pt")
     rows = mario.read_csv(tmp_path / "run" / "progress.csv")["global_step"]
     assert checkpoint["counters"]["global_step"] == rows[-1] >= 16
-
-
-def test_retries_are_no_episodes_of_the_record(tmp_path: Path) -> None:
-    """With a retry after every death that can have one, episodes end and are counted that began in the middle of the
-    stage; returns and success rates are of whole episodes only, and there are none while all environments retry."""
-    values = {"num_steps": 128, "total_timesteps": 1536, "max_episode_steps": 0, "stuck_steps": 0, "eval_every": 0}
-    mario.train(tiny(tmp_path / "run", capture_video=False, retry=1 - 1e-9, **values))
-    rows = mario.read_csv(tmp_path / "run" / "progress.csv")
-    ended = np.diff(rows["rollout/resets"], prepend=0)
-    whole = ~np.isnan(rows["rollout/episodic_length"])
-    assert (ended[whole] > 0).all()
-    assert (ended[~whole] > 0).any()
-    assert np.array_equal(whole, ~np.isnan(rows["rollout/success_rate"]))
 
 
 def test_kept_checkpoints_and_the_remaining_options_train(tmp_path: Path) -> None:
