@@ -73,7 +73,7 @@ class Args:
     or an Atari game, as ALE/Breakout-v5"""
     seed: int = 1
     """seed of networks, sampling and environments (environment n gets seed + n)"""
-    total_timesteps: int = 1_200_000
+    total_timesteps: int = 1_000_000
     """environment steps (decisions) of the whole run, summed over environments"""
     logdir: str | None = None
     """run folder; default runs/{env_id}__{script}__{seed}__{time}"""
@@ -171,7 +171,9 @@ class Args:
     clip_vloss: bool = False
     """clip the critic's change too (OpenAI Baselines; later studies found no gain)"""
     ent_coef: float = 0.01
-    """weight of the entropy bonus"""
+    """weight of the entropy bonus at the start"""
+    anneal_ent: bool = True
+    """let the entropy bonus decay linearly to 0 over the run"""
     vf_coef: float = 0.01
     """weight of the value loss, which is half the mean squared error"""
     max_grad_norm: float | None = 0.5
@@ -202,11 +204,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     # the setting of a widely read Mario guide; it asked for 8-12 hours of a GPU
     "document": {"seed": 0, "total_timesteps": 10_000_000, "obs": "rgb64", "max_pool": True, "show_buttons": False,
                  "reward": "document", "stuck_steps": 0, "num_steps": 128, "num_minibatches": 16,
-                 "learning_rate": 2.5e-4, "anneal_lr": False, "gamma": 0.99, "ent_coef": 0.03, "vf_coef": 0.5},
+                 "learning_rate": 2.5e-4, "anneal_lr": False, "gamma": 0.99, "ent_coef": 0.03, "anneal_ent": False,
+                 "vf_coef": 0.5},
     # Schulman et al. 2017, table 5, as CleanRL reads it; evaluations are of whole games, and so are dear
     "atari": {"env_id": "ALE/Breakout-v5", "total_timesteps": 10_000_000, "num_envs": 8, "num_steps": 128,
               "num_minibatches": 4, "learning_rate": 2.5e-4, "gamma": 0.99, "clip_coef": 0.1, "clip_vloss": True,
-              "vf_coef": 0.5, "eval_every": 1_000_000},
+              "anneal_ent": False, "vf_coef": 0.5, "eval_every": 1_000_000},
     "explore": {"ent_coef": 0.05, "learning_rate": 1e-4},
     "fast": {"total_timesteps": 2_000_000, "num_envs": 8, "num_minibatches": 8, "update_epochs": 3},
     "debug": {"total_timesteps": 100_000, "num_envs": 4, "num_steps": 64, "num_minibatches": 4, "update_epochs": 2,
@@ -1123,10 +1126,11 @@ def learn(
     moments = [(torch.zeros_like(n), torch.zeros_like(n), torch.zeros((), device=device)) for n in networks]
     # What is annealed is a tensor: the compiler would take every new float for a new program.
     rates = [torch.tensor(args.learning_rate, device=device)]
+    ent_coef: Any = torch.tensor(args.ent_coef, device=device)
     gradients_of, optimizer_step = ppo_gradients, adam_step
     # Ranks normalise a minibatch's advantages before each takes its part of it.
     normalize_here = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
-    loss_args = replace(args, norm_adv=False) if normalize_here else args
+    loss_args = replace(args, ent_coef=ent_coef, norm_adv=args.norm_adv and not normalize_here)
 
     per_call = math.gcd(4, args.num_minibatches)  # four steps in one compiled call save a third of its time
 
@@ -1207,6 +1211,8 @@ def learn(
         progress = (counters.update - 1) / args.num_updates
         annealing = 1 - progress if args.anneal_lr else 1.0  # detail 4
         rates[0].fill_(args.learning_rate * annealing)
+        if args.anneal_ent:
+            ent_coef.fill_(args.ent_coef * (1 - progress))
 
         # --- collect ----------------------------------------------------------------------------------
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
@@ -1292,6 +1298,7 @@ def learn(
             "train/value_abs_error": float((b_values - b_returns).abs().mean()),
             "train/advantage_std": advantage_std,
             "train/learning_rate": args.learning_rate * annealing,
+            "train/ent_coef": float(ent_coef),
             "train/update_epochs_done": len(steps) / args.num_minibatches,
             "rollout/episodic_return": float(episodic[0]),
             "rollout/episodic_length": float(episodic[1]),

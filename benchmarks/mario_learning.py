@@ -3,7 +3,7 @@
     python -m benchmarks.mario_learning                                          # World 1-1, FCEUmm, seeds 1 2 3
     python -m benchmarks.mario_learning --env-id Mario-1-2 --seeds 1             # another stage
     python -m benchmarks.mario_learning --backend nes_py --seeds 1
-    python -m benchmarks.mario_learning --variant before --seeds 1               # with other choices
+    python -m benchmarks.mario_learning --variant large_vf_coef --seeds 1        # with other choices
     python -m benchmarks.mario_learning --quick                                  # two updates, to see that all works
     python -m benchmarks.mario_learning --report                                 # the page of what has been run
 
@@ -53,9 +53,11 @@ WINDOW = 20_000  # steps averaged in a point of the training curve
 # What a run has other than the script's defaults. The last two are how this project's own runs began.
 VARIANTS: dict[str, list[str]] = {
     "default": [],
-    "before": ["--vf-coef", "0.5", "--num-steps", "128", "--num-minibatches", "16", "--total-timesteps", "1500000"],
-    "no_buttons": ["--vf-coef", "0.5", "--num-steps", "128", "--num-minibatches", "16", "--total-timesteps",
-                   "1500000", "--no-show-buttons"],
+    "constant_entropy": ["--no-anneal-ent", "--total-timesteps", "1200000"],
+    "large_vf_coef": ["--no-anneal-ent", "--vf-coef", "0.5", "--num-steps", "128", "--num-minibatches", "16",
+                      "--total-timesteps", "1500000"],
+    "no_buttons": ["--no-anneal-ent", "--vf-coef", "0.5", "--num-steps", "128", "--num-minibatches", "16",
+                   "--total-timesteps", "1500000", "--no-show-buttons"],
     "quick": ["--num-envs", "8", "--total-timesteps", "1024", "--num-minibatches", "2", "--max-episode-steps", "20"],
 }  # fmt: skip
 

@@ -14,7 +14,8 @@ import argparse
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
@@ -95,11 +96,38 @@ def mean_episode_length(envs: MujocoBatchVecEnv, actions: np.ndarray, num_calls:
     return round(num_calls * envs.num_envs / max(num_ends, 1))
 
 
-def limit(pipes: list[Connection]) -> float:
-    """Steps per second of all bare loops together."""
+def planned_actions(envs: MujocoBatchVecEnv) -> np.ndarray:
+    """Random actions to use over and over, (NUM_PLANNED, num_envs, action size)."""
+    envs.action_space.seed(0)
+    return np.stack([envs.action_space.sample() for _ in range(NUM_PLANNED)])
+
+
+@contextmanager
+def bare_loops(envs: MujocoBatchVecEnv, env_id: str, num_threads: int, seconds: float) -> Iterator[Callable[[], float]]:
+    """The limit: processes that step simulations as `envs` does; gives a function for their steps per second."""
+    actions = planned_actions(envs)
+    episode = mean_episode_length(envs, actions)
+    context = multiprocessing.get_context("spawn")
+    pipes, processes = [], []
+    for share in np.array_split(actions, num_threads, axis=1):
+        ours, theirs = context.Pipe()
+        processes.append(context.Process(target=bare_loop, args=(env_id, share, episode, seconds, theirs), daemon=True))
+        processes[-1].start()
+        pipes.append(ours)
     for pipe in pipes:
-        pipe.send(True)
-    return sum(pipe.recv() for pipe in pipes)
+        pipe.recv()
+
+    def limit() -> float:
+        for pipe in pipes:
+            pipe.send(True)
+        return sum(pipe.recv() for pipe in pipes)
+
+    try:
+        yield limit
+    finally:
+        for pipe, process in zip(pipes, processes, strict=True):
+            pipe.send(False)
+            process.join()
 
 
 def envpool_step(env_id: str, num_envs: int, num_threads: int) -> Callable[[np.ndarray], Any] | None:
@@ -118,35 +146,22 @@ def compare(env_id: str, num_envs: int, num_threads: int, rounds: int, seconds: 
     batch = MujocoBatchVecEnv(env_id, num_envs, num_threads)
     sync = SyncVectorEnv([partial(quiet_make, env_id)] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
     pool = envpool_step(env_id, num_envs, num_threads)
-    batch.action_space.seed(0)
-    actions = np.stack([batch.action_space.sample() for _ in range(NUM_PLANNED)])
-    episode = mean_episode_length(batch, actions)
-    context = multiprocessing.get_context("spawn")
-    pipes, processes = [], []
-    for share in np.array_split(actions, num_threads, axis=1):
-        ours, theirs = context.Pipe()
-        processes.append(context.Process(target=bare_loop, args=(env_id, share, episode, seconds, theirs), daemon=True))
-        processes[-1].start()
-        pipes.append(ours)
-    for pipe in pipes:
-        pipe.recv()
-    batch.reset(seed=0)
-    sync.reset(seed=0)
-    candidates = {
-        "limit": lambda: limit(pipes),
-        "MujocoBatchVecEnv": lambda: measure(batch.step, actions, num_envs, seconds),
-        "SyncVectorEnv": lambda: measure(sync.step, actions, num_envs, seconds),
-    }
-    if pool is not None:
-        candidates["EnvPool (sync, v4)"] = lambda: measure(pool, actions, num_envs, seconds)
+    actions = planned_actions(batch)
     try:
-        for warm_up in candidates.values():
-            warm_up()
-        return interleave(candidates, rounds)
+        with bare_loops(batch, env_id, num_threads, seconds) as limit:
+            batch.reset(seed=0)
+            sync.reset(seed=0)
+            candidates = {
+                "limit": limit,
+                "MujocoBatchVecEnv": lambda: measure(batch.step, actions, num_envs, seconds),
+                "SyncVectorEnv": lambda: measure(sync.step, actions, num_envs, seconds),
+            }
+            if pool is not None:
+                candidates["EnvPool (sync, v4)"] = lambda: measure(pool, actions, num_envs, seconds)
+            for warm_up in candidates.values():
+                warm_up()
+            return interleave(candidates, rounds)
     finally:
-        for pipe, process in zip(pipes, processes, strict=True):
-            pipe.send(False)
-            process.join()
         batch.close()
         sync.close()
 

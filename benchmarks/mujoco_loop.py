@@ -5,18 +5,30 @@
 
 Every measurement is a process of its own that trains a few updates; the first three are warm-up (compiling, caches)
 and do not count. Candidates take turns within a round, so a busy moment of the machine hits all of them, and ratios
-are medians over rounds. All use torch with one thread, 64-64 tanh networks, 10 epochs, the same minibatches.
+are medians over rounds. All use 64-64 tanh networks, 10 epochs, the same minibatches, and torch with one thread, or
+with as many as their name says.
+
+The limit is what is left if nothing but physics and arithmetic took time: bare `mj_step` on all cores
+(`benchmarks.mujoco_env`), then the networks' multiplications, at the speed at which one thread multiplies matrices of
+a minibatch's size. An optimised loop can pass it by learning on one core while the other one steps; ours does not.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import statistics
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import torch
 
 from benchmarks.common import (
     QUICK_RESULTS,
@@ -32,11 +44,13 @@ from benchmarks.common import (
     write_results,
 )
 
-WARM_UP = 3
-CANDIDATES = ["ours: batch", "ours: batch, no compile", "ours: subproc", "CleanRL-style: sync", "CleanRL-style: async",
-              "SB3: dummy", "SB3: subproc"]  # fmt: skip
-PEERS = [name for name in CANDIDATES if not name.startswith("ours")]
-REFERENCES = ("CleanRL-style: sync", "SB3: dummy")
+WARM_UP, EPOCHS = 3, 10
+CORES = len(os.sched_getaffinity(0))
+CANDIDATES = ["limit", "ours: batch", "ours: batch, no compile", "ours: subproc", "CleanRL-style: sync",
+              "CleanRL-style: async", "CleanRL-style: envpool", "SB3: dummy", f"SB3: dummy, {CORES} threads",
+              "SB3: subproc", f"SB3: subproc, {CORES} threads"]  # fmt: skip
+PEERS = [name for name in CANDIDATES if name.startswith(("CleanRL", "SB3"))]
+REFERENCES = ("limit", "CleanRL-style: sync", "SB3: dummy")
 SETTINGS = {  # name -> (num_envs, num_steps, minibatch)
     "16 x 128, minibatch 64": (16, 128, 64),
     "16 x 128, minibatch 256": (16, 128, 256),
@@ -46,7 +60,10 @@ SETTINGS = {  # name -> (num_envs, num_steps, minibatch)
 
 def measure(candidate: str, env_id: str, num_envs: int, num_steps: int, minibatch: int, updates: int) -> dict:
     """Train in this process; returns steps per second over the counted updates and, for ours, the shares of time."""
+    if candidate == "limit":
+        return {"sps": limit(env_id, num_envs, minibatch)}
     loop, _, variant = candidate.partition(": ")
+    variant, _, threads = variant.partition(", ")
     if loop == "ours":
         import ppo_continuous_mujoco as script
 
@@ -54,7 +71,7 @@ def measure(candidate: str, env_id: str, num_envs: int, num_steps: int, minibatc
         args = script.Args(
             env_id=env_id, num_envs=num_envs, num_steps=num_steps, total_timesteps=batch_size * (updates + WARM_UP)
         )
-        args.num_minibatches, args.compile = batch_size // minibatch, "no compile" not in variant
+        args.num_minibatches, args.compile = batch_size // minibatch, threads != "no compile"
         args.vec_env = "subproc" if variant == "subproc" else "batch"
         args.eval_every, args.eval_episodes, args.save_every = 0, 1, 0
         with tempfile.TemporaryDirectory() as scratch:
@@ -62,18 +79,69 @@ def measure(candidate: str, env_id: str, num_envs: int, num_steps: int, minibatc
             timing = script.read_csv(Path(scratch) / "run" / "timing.csv")
         counted = {name: timing[f"time/{name}"][WARM_UP:] for name in ("sps", "env_share", "update_share")}
         shares = {name: float(counted[name].mean()) for name in ("env_share", "update_share")}
-        return {"sps": statistics.harmonic_mean(counted["sps"].tolist()), **shares}
+        sps = statistics.harmonic_mean(counted["sps"].tolist())
+        return {"sps": sps, **shares, "gae_share": gae_seconds(num_envs, num_steps) * sps / batch_size}
     from benchmarks import reference_loops
 
     train = reference_loops.sb3 if loop == "SB3" else reference_loops.cleanrl_style
-    seconds = train(env_id, num_envs, num_steps, minibatch, 10, updates + WARM_UP, vectorization=variant)[WARM_UP:]
+    seconds = train(
+        env_id, num_envs, num_steps, minibatch, EPOCHS, updates + WARM_UP, variant, int(threads.partition(" ")[0] or 1)
+    )[WARM_UP:]
     return {"sps": len(seconds) * num_envs * num_steps / sum(seconds)}
+
+
+def best_time(function: Callable[[], Any], seconds: float = 0.3) -> float:
+    """The shortest of many calls, in seconds."""
+    best, end = math.inf, time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        started = time.perf_counter()
+        function()
+        best = min(best, time.perf_counter() - started)
+    return best
+
+
+def gae_seconds(num_envs: int, num_steps: int) -> float:
+    """What our advantages of one rollout take."""
+    import ppo_continuous_mujoco as script
+
+    rewards, values, next_values = torch.zeros(3, num_steps, num_envs)
+    no = torch.zeros(num_steps, num_envs, dtype=torch.bool)
+    return best_time(lambda: script.compute_gae(rewards, values, next_values, no, no, 0.99, 0.95))
+
+
+def limit(env_id: str, num_envs: int, minibatch: int) -> float:
+    """Steps per second if there were only physics, on all cores, and the networks' arithmetic, on one."""
+    from benchmarks.mujoco_env import bare_loops
+    from envs.mujoco_batch import MujocoBatchVecEnv
+
+    torch.set_num_threads(1)
+    envs = MujocoBatchVecEnv(env_id, num_envs)
+    with bare_loops(envs, env_id, min(CORES, num_envs), 0.5) as bare:
+        bare()
+        physics = 1 / bare()
+    inputs = math.prod(envs.single_observation_space.shape or ())
+    outputs = math.prod(envs.single_action_space.shape or ()) + 1
+    envs.close()
+    weights = 2 * (inputs * 64 + 64 * 64) + 64 * outputs  # of actor and critic
+    a, b = torch.rand(minibatch, 64), torch.rand(64, 64)
+    per_product = best_time(lambda: torch.mm(a, b)) / (minibatch * 64 * 64)
+    # An input's product with each weight: once to act, once for the rollout's values, and in each epoch forwards and,
+    # for the inputs' and the weights' gradients, twice backwards.
+    return 1 / (physics + (2 + 3 * EPOCHS) * weights * per_product)
 
 
 def in_process(shares: dict, candidate: str, env_id: str, sizes: tuple[int, int, int], updates: int) -> float:
     """Run `measure` in a fresh process and return its steps per second."""
     shares[candidate] = in_fresh_process("mujoco_loop", candidate, env_id, *sizes, updates)
     return shares[candidate]["sps"]
+
+
+def split_of(shares: dict) -> str:
+    """Where our time goes; the update's share in timing.csv holds the advantages."""
+    if "env_share" not in shares:
+        return ""
+    env, gae, update = (shares[name] for name in ("env_share", "gae_share", "update_share"))
+    return f"{env:.0%} / {1 - env - update:.0%} / {gae:.0%} / {update - gae:.0%}"
 
 
 def main() -> None:
@@ -92,7 +160,7 @@ def main() -> None:
     names = ["ours: batch", *REFERENCES] if options.quick else CANDIDATES
     rounds = options.rounds or (2 if options.quick else 5)
     updates = 3 if options.quick else 10
-    info = machine_info(["torch", "gymnasium", "mujoco", "numpy", "stable-baselines3"])
+    info = machine_info(["torch", "gymnasium", "mujoco", "numpy", "stable-baselines3", "envpool"])
     data: dict = {"machine": info, "rows": [], "last_shares": {}}
     page = "# Whole-loop training throughput on MuJoCo\n\n`python -m benchmarks.mujoco_loop`: " + (
         f"environment steps per second, median of {rounds} interleaved rounds of {updates} updates; ratios are medians "
@@ -108,10 +176,9 @@ def main() -> None:
             rows = []
             for name in names:
                 ratios = [f"{median_ratio(figures[name], figures[reference]):.2f}" for reference in REFERENCES]
-                share = shares[name].get("env_share")
-                split = "" if share is None else f"{share:.0%} / {shares[name]['update_share']:.0%}"
-                rows.append([name, f"{summary(figures[name])['median']:,.0f}", *ratios, split])
-            header = ["loop", "steps/s", *(f"x {reference}" for reference in REFERENCES), "environment / update share"]
+                rows.append([name, f"{summary(figures[name])['median']:,.0f}", *ratios, split_of(shares[name])])
+            header = ["loop", "steps/s", *(f"x {reference}" for reference in REFERENCES),
+                      "environment / inference / advantages / update"]  # fmt: skip
             page += f"\n## {env_id}, {setting}\n\n" + markdown_table(header, rows)
             folder = QUICK_RESULTS if options.quick else RESULTS
             write_results("mujoco_loop", data, page + "\n" + machine_line(info), folder)

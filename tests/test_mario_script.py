@@ -91,7 +91,7 @@ def test_the_documents_preset_has_exactly_its_values() -> None:
         "seed": 0, "total_timesteps": 10_000_000, "eval_every": 100_000, "save_every": 100_000, "eval_episodes": 10,
         "num_envs": 32, "num_steps": 128, "minibatch_size": 256, "update_epochs": 4, "learning_rate": 2.5e-4,
         "anneal_lr": False, "gamma": 0.99, "gae_lambda": 0.95, "clip_coef": 0.2, "vf_coef": 0.5, "ent_coef": 0.03,
-        "max_grad_norm": 0.5, "feature_dim": 512, "obs": "rgb64", "skip": 4, "video_episodes": 3, "video_fps": 16,
+        "anneal_ent": False, "max_grad_norm": 0.5, "feature_dim": 512, "obs": "rgb64", "skip": 4, "video_episodes": 3, "video_fps": 16,
         "reward": "document", "shared_cnn": True, "clip_vloss": False, "target_kl": None,
     }  # fmt: skip
     assert {name: getattr(args, name) for name in expected} == expected
@@ -250,6 +250,7 @@ def test_a_run_leaves_its_record(run: Path) -> None:
     progress = mario.read_csv(run / "progress.csv")
     assert progress["global_step"].tolist() == [16, 32, 48, 64]
     assert progress["train/learning_rate"] == pytest.approx([5e-4, 3.75e-4, 2.5e-4, 1.25e-4])
+    assert progress["train/ent_coef"] == pytest.approx([0.01, 0.0075, 0.005, 0.0025])
     assert progress["rollout/resets"].tolist() == [2, 4, 8, 10]  # 2 environments; an episode ends every 6 steps
     assert (progress["rollout/episodic_length"] == 6).all()
     assert (progress["rollout/success_rate"] == 0).all()
