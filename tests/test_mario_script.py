@@ -91,8 +91,8 @@ def test_the_documents_preset_has_exactly_its_values() -> None:
         "seed": 0, "total_timesteps": 10_000_000, "eval_every": 100_000, "save_every": 100_000, "eval_episodes": 10,
         "num_envs": 32, "num_steps": 128, "minibatch_size": 256, "update_epochs": 4, "learning_rate": 2.5e-4,
         "anneal_lr": False, "gamma": 0.99, "gae_lambda": 0.95, "clip_coef": 0.2, "vf_coef": 0.5, "ent_coef": 0.03,
-        "anneal_ent": False, "max_grad_norm": 0.5, "feature_dim": 512, "obs": "rgb64", "skip": 4, "video_episodes": 3, "video_fps": 16,
-        "reward": "document", "shared_cnn": True, "clip_vloss": False, "target_kl": None,
+        "anneal_ent": False, "max_grad_norm": 0.5, "feature_dim": 512, "obs": "rgb64", "skip": 4, "video_episodes": 3,
+        "video_fps": 16, "reward": "document", "shared_cnn": True, "clip_vloss": False, "target_kl": None,
     }  # fmt: skip
     assert {name: getattr(args, name) for name in expected} == expected
     assert (args.batch_size, args.num_updates) == (4096, 2441)
