@@ -50,9 +50,10 @@ from ppo_atari_mario import read_csv
 FOLDER = ROOT / "runs" / "mario"
 EPISODES, EVALUATION_SEED = 100, 1000
 WINDOW = 20_000  # steps averaged in a point of the training curve
-# What a run has other than the script's defaults: how this project's own runs began, from the bottom up.
+# What a run has other than the script's defaults: fewer steps, and how this project's own runs began, from below.
 VARIANTS: dict[str, list[str]] = {
     "default": [],
+    "million": ["--total-timesteps", "1000000"],
     "constant_entropy": ["--no-anneal-ent", "--total-timesteps", "1200000"],
     "large_vf_coef": ["--no-anneal-ent", "--vf-coef", "0.5", "--num-steps", "128", "--num-minibatches", "16",
                       "--total-timesteps", "1500000"],
@@ -128,7 +129,7 @@ def report(folder: Path = RESULTS) -> None:
         group = groups.setdefault(f"{args['env_id']} {args['backend']} {variant}", {"seeds": {}})
         group["command"] = "python " + " ".join(words)
         group["seeds"][str(args["seed"])] = read_run(logdir)
-        videos = sorted((logdir / "videos").glob("*.gif"), key=lambda gif: gif.stat().st_mtime)
+        videos = sorted((logdir / "videos").glob("*.gif"), key=lambda gif: int(gif.stem.rpartition("_")[2]))
         if variant == "default" and videos and str(args["seed"]) == min(group["seeds"], key=int):
             shutil.copyfile(videos[-1], folder / f"{args['env_id'].lower().replace('-', '_', 1)}.gif")
     groups = {name: groups[name] | {"seeds": dict(sorted(groups[name]["seeds"].items(), key=lambda item: int(item[0])))}
