@@ -20,6 +20,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
+CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 QUICK_RESULTS = ROOT / "runs" / "bench"  # of --quick: too few rounds to be shown, enough to see that all works
 
 
@@ -40,11 +41,10 @@ def machine_info(packages: Sequence[str] = ()) -> dict[str, Any]:
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
-    cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "cpu": cpu_model(),
-        "cores": len(cores),
+        "cores": CORES,
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
         "load_average": [round(load, 2) for load in os.getloadavg()],
         "platform": platform.platform(),

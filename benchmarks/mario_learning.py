@@ -21,20 +21,17 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib.figure
 import numpy as np
 import torch
 
 import ppo_atari_mario as mario
 from benchmarks.common import (
+    CORES,
     QUICK_RESULTS,
     RESULTS,
     ROOT,
@@ -44,7 +41,7 @@ from benchmarks.common import (
     markdown_table,
     write_results,
 )
-from benchmarks.seeds import Run
+from benchmarks.seeds import Run, UsageError, draw, run_all
 from ppo_atari_mario import read_csv
 
 FOLDER = ROOT / "runs" / "mario"
@@ -66,24 +63,10 @@ def command(env_id: str, backend: str, variant: str) -> list[str]:
     return ["ppo_atari_mario.py", "--env-id", env_id, "--backend", backend, *VARIANTS[variant]]
 
 
-def run(env_id: str, backend: str, variant: str, seed: int, cores: int) -> None:
-    """Start, resume or skip one run, and evaluate its last policy. Raises RuntimeError if the run fails."""
-    logdir = FOLDER / f"{env_id}-{backend}-{variant}-{seed}"
-    task = Run([*command(env_id, backend, variant), "--num-workers", str(cores), "--torch-threads", str(cores)],
-               seed, logdir)  # fmt: skip
-    if not task.is_finished():
-        task.start()
-        if task.process.wait():
-            raise RuntimeError(f"{task} failed: {task.last_words()}")
-    if not (logdir / "evaluation.json").exists():
-        words = ["-m", "benchmarks.mario_learning", "--evaluate", str(logdir)]
-        subprocess.run([sys.executable, *words], cwd=ROOT, check=True)
-
-
 def evaluate(logdir: Path) -> None:
     """Write evaluation.json of the run's last policy."""
     checkpoint = mario.load_checkpoint(logdir / "latest.pt")
-    args = replace(mario.known_args(checkpoint["args"]), device="cpu", torch_threads=1, eval_episodes=EPISODES)
+    args = replace(mario.known_args(checkpoint["args"]), device="cpu", eval_episodes=EPISODES)
     torch.set_num_threads(1)
     vec_env = mario.make_envs(replace(args, num_envs=1))
     agent = mario.Agent(vec_env, args)
@@ -156,31 +139,19 @@ def report(folder: Path = RESULTS) -> None:
         "collecting and learning, mostly beside another run on the other core; returns are in the shaped reward.\n\n"
     )
     page += markdown_table(header, rows)
-    page += "\n" + "\n".join(f"- {name.split()[-1]}: `{' '.join(words)}`" for name, words in VARIANTS.items()
+    page += "\n" + "\n".join(f"- {name}: `{' '.join(words)}`" for name, words in VARIANTS.items()
                              if words and name != "quick")  # fmt: skip
     info = machine_info(["torch", "numpy", "gym-super-mario-bros", "nes-py", "stable-retro"])
     cpus = sorted({result["final"]["cpu"] for group in groups.values() for result in group["seeds"].values()})
     page += f"\n\n![curves](mario_learning.png)\n\nRuns on {' and '.join(cpus)}. The page: {machine_line(info)}"
     write_results("mario_learning", {"machine": info, "groups": groups}, page, folder)
     if groups:
-        draw(groups, folder / "mario_learning.png")
-
-
-def draw(groups: dict[str, Any], path: Path) -> None:
-    """Training curves over steps and over minutes: a colour a group, a line a seed."""
-    figure = matplotlib.figure.Figure(figsize=(11, 4.2), layout="constrained")
-    axes = figure.subplots(1, 2, sharey=True)
-    for i, (name, group) in enumerate(groups.items()):
-        for j, result in enumerate(group["seeds"].values()):
-            style = {"color": f"C{i}", "lw": 1.3, "label": name if j == 0 else None}
-            axes[0].plot(np.array(result["steps"]) / 1e6, result["success_rate"], **style)
-            axes[1].plot(result["minutes"], result["success_rate"], **style)
-    for axis, label in zip(axes, ("million environment steps", "minutes of collecting and learning"), strict=True):
-        axis.set(xlabel=label, ylim=(-0.03, 1.03))
-        axis.grid(alpha=0.3)
-    axes[0].set_ylabel("training episodes that reach the flag")
-    axes[0].legend(fontsize=8)
-    figure.savefig(path, dpi=100)
+        curves = {
+            name: [(int(seed), {"steps": np.array(run["steps"]), "minutes": np.array(run["minutes"]),
+                                "scores": np.array(run["success_rate"])}) for seed, run in group["seeds"].items()]
+            for name, group in groups.items()
+        }  # fmt: skip
+        draw(curves, "training episodes that reach the flag", folder / "mario_learning.png")
 
 
 def main() -> None:
@@ -192,19 +163,23 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
     parser.add_argument("--quick", action="store_true", help="two updates of eight environments")
     parser.add_argument("--report", action="store_true", help="only write the page of finished runs")
-    parser.add_argument("--evaluate", type=Path, metavar="LOGDIR", help="only evaluate this run")
     options = parser.parse_args()
-    if options.evaluate:
-        evaluate(options.evaluate)
-        return
     if options.quick:
         options.variant, options.seeds = "quick", [1]
     if not options.report:
-        cores = max(1, machine_info()["cores"] // options.jobs)
-        jobs = [partial(run, options.env_id, options.backend, options.variant, seed, cores) for seed in options.seeds]
-        with ThreadPoolExecutor(options.jobs) as pool:
-            for future in [pool.submit(job) for job in jobs]:
-                future.result()
+        name, cores = f"{options.env_id}-{options.backend}-{options.variant}", str(max(1, CORES // options.jobs))
+        words = command(options.env_id, options.backend, options.variant)
+        words += ["--num-workers", cores, "--torch-threads", cores]
+        runs = [Run(words, seed, FOLDER / f"{name}-{seed}") for seed in options.seeds]
+        try:
+            code = run_all(runs, options.jobs)
+        except UsageError as error:
+            sys.exit(f"error: {error}")
+        if code:
+            sys.exit(code)
+        for run in runs:
+            if not (run.logdir / "evaluation.json").exists():
+                evaluate(run.logdir)
     folder = QUICK_RESULTS if options.quick else RESULTS
     report(folder)
     print(json.dumps({"results": str(folder / "mario_learning.md")}))

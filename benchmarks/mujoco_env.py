@@ -12,7 +12,6 @@ the slowest.
 
 import argparse
 import multiprocessing
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from benchmarks.common import (
+    CORES,
     QUICK_RESULTS,
     RESULTS,
     interleave,
@@ -130,13 +130,19 @@ def bare_loops(envs: MujocoBatchVecEnv, env_id: str, num_threads: int, seconds: 
             process.join()
 
 
+def make_envpool(env_id: str, num_envs: int, num_threads: int) -> Any:
+    """EnvPool's v4 task, for it has no v5. Raises ImportError where EnvPool is not installed."""
+    import envpool
+
+    return envpool.make_gymnasium(env_id.replace("-v5", "-v4"), num_envs=num_envs, num_threads=num_threads)
+
+
 def envpool_step(env_id: str, num_envs: int, num_threads: int) -> Callable[[np.ndarray], Any] | None:
-    """EnvPool's synchronous step of the v4 task (it has no v5), or None where EnvPool is not installed."""
+    """EnvPool's synchronous step, or None where EnvPool is not installed."""
     try:
-        import envpool
+        pool = make_envpool(env_id, num_envs, num_threads)
     except ImportError:
         return None
-    pool = envpool.make_gymnasium(env_id.replace("-v5", "-v4"), num_envs=num_envs, num_threads=num_threads)
     pool.reset()
     return lambda actions: pool.step(actions)
 
@@ -171,7 +177,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env-ids", nargs="+", default=ENV_IDS)
     parser.add_argument("--num-envs", type=int, default=16)
-    parser.add_argument("--num-threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--num-threads", type=int, default=CORES)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=0.5, help="length of one measurement")
     parser.add_argument("--quick", action="store_true", help="HalfCheetah, three rounds of 0.2 s")

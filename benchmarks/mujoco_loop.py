@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import statistics
 import tempfile
 import time
@@ -31,6 +30,7 @@ from typing import Any
 import torch
 
 from benchmarks.common import (
+    CORES,
     QUICK_RESULTS,
     RESULTS,
     in_fresh_process,
@@ -45,7 +45,6 @@ from benchmarks.common import (
 )
 
 WARM_UP, EPOCHS = 3, 10
-CORES = len(os.sched_getaffinity(0))
 CANDIDATES = ["limit", "ours: batch", "ours: batch, no compile", "ours: subproc", "CleanRL-style: sync",
               "CleanRL-style: async", "CleanRL-style: envpool", "SB3: dummy", f"SB3: dummy, {CORES} threads",
               "SB3: subproc", f"SB3: subproc, {CORES} threads"]  # fmt: skip

@@ -6,7 +6,6 @@ learning together). They are measures, not examples: for the loop to copy, see p
 
 from __future__ import annotations
 
-import os
 import time
 from functools import partial
 from typing import Any
@@ -16,6 +15,9 @@ import numpy as np
 import torch
 import torch.nn as nn
 from torch.distributions import Normal
+
+from benchmarks.common import CORES
+from benchmarks.mujoco_env import make_envpool
 
 
 def cleanrl_env(env_id: str, gamma: float) -> gym.Env:
@@ -30,17 +32,14 @@ def cleanrl_env(env_id: str, gamma: float) -> gym.Env:
 
 
 class EnvPool:
-    """EnvPool's C++ environments on all cores, as the loop below wants them; the v4 task, for EnvPool has no v5.
+    """EnvPool's C++ environments on all cores, as the loop below wants them.
 
     It clips actions, and does without normalising observations and rewards, which EnvPool does not offer: a little less
     work than the other candidates have.
     """
 
     def __init__(self, env_id: str, num_envs: int) -> None:
-        import envpool
-
-        threads = len(os.sched_getaffinity(0))
-        self.pool: Any = envpool.make_gymnasium(env_id.replace("-v5", "-v4"), num_envs=num_envs, num_threads=threads)
+        self.pool = make_envpool(env_id, num_envs, CORES)
         self.single_observation_space, self.single_action_space = self.pool.observation_space, self.pool.action_space
 
     def reset(self, seed: int) -> Any:

@@ -30,6 +30,7 @@ import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from benchmarks.common import (
+    CORES,
     QUICK_RESULTS,
     RESULTS,
     in_fresh_process,
@@ -45,7 +46,6 @@ from envs.mario import MarioEnv, available_backends
 from envs.mujoco_batch import MujocoBatchVecEnv
 from envs.subproc_vec_env import SubprocVecEnv
 
-CORES = len(os.sched_getaffinity(0))
 COUNTS = (1, 4, 16, 64, 256, 1024, 4096)
 WORKERS = (1, 2, 4, 8)  # tried with NUM_ENVS_OF_WORKERS environments, where there are workers
 NUM_ENVS_OF_WORKERS = 64

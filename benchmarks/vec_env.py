@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import time
 import warnings
 from collections.abc import Callable
@@ -28,6 +27,7 @@ from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from benchmarks.common import (
+    CORES,
     QUICK_RESULTS,
     RESULTS,
     interleave,
@@ -42,7 +42,6 @@ from benchmarks.common import (
 from envs.subproc_vec_env import SubprocVecEnv
 
 NUM_ENVS = 16
-CORES = len(os.sched_getaffinity(0))
 LIMIT, TOGETHER, OURS, SYNC, ASYNC, SB3, ENVPOOL = (
     "limit: independent loops",
     "limit: loops that meet after each step",
