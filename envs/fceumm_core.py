@@ -16,6 +16,7 @@ from PIL import Image
 
 from envs.nes_core import (
     DOWN,
+    GRAY,
     INSTALL,
     LEFT,
     RAM_SIZE,
@@ -93,7 +94,7 @@ class _FceummLibrary:
         color = np.arange(1 << 16)
         rgb = np.stack([five[color >> 11], six[color >> 5 & 63], five[color & 31]], -1).astype(np.uint8)
         self.to_rgb = np.concatenate([rgb[:, ::-1], np.zeros_like(rgb[:, :1])], -1).view(np.uint32)[:, 0]
-        self.to_gray = np.asarray(Image.fromarray(rgb[None]).convert("L"))[0].copy()
+        self.to_gray = np.asarray(Image.fromarray(rgb[None]).convert("L", GRAY))[0].copy()
 
     def _environment(self, command: int, data: int) -> bool:
         if command == 10:  # SET_PIXEL_FORMAT: accept RGB 5-6-5

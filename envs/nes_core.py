@@ -30,6 +30,9 @@ from PIL import Image
 # Buttons, in the NES controller's own bit order; they add up.
 A, B, SELECT, START, UP, DOWN, LEFT, RIGHT = (1 << bit for bit in range(8))
 SCREEN_HEIGHT, SCREEN_WIDTH, RAM_SIZE = 240, 256, 0x800
+# How much of red, green and blue a grey picture holds, and an offset. The usual luma (0.30, 0.59, 0.11) makes a Goomba's
+# brown and a hill's green equally dark, 108 and 100, and the one cannot be seen before the other; here they are 167, 51.
+GRAY = (0.7, 0.3, 0.0, 0.0)
 INSTALL = {
     "nes_py": "install it with `pip install nes-py gym-super-mario-bros` (on Python < 3.13 this needs g++)",
     "fceumm": "install it with `pip install --no-deps stable-retro` (and `pip install gym-super-mario-bros`)",
@@ -66,7 +69,7 @@ class NesCore(Protocol):
         """Return the picture of the last frame stepped, 256 x 240, mode RGB."""
 
     def gray(self) -> Image.Image:
-        """Return the luma (ITU-R 601) of the last frame stepped, 256 x 240, mode L."""
+        """Return the last frame stepped in shades of grey (`GRAY`), 256 x 240, mode L."""
 
     def close(self) -> None:
         """Give the emulator's memory back."""
@@ -217,7 +220,7 @@ class NesPyCore:
         return self._emulator.rgb()
 
     def gray(self) -> Image.Image:
-        return self._emulator.rgb().convert("L")
+        return self._emulator.rgb().convert("L", GRAY)
 
     def close(self) -> None:
         if self._emulator is not None:
