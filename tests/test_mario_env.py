@@ -23,7 +23,7 @@ from envs.mario import (
     RewardTerms,
     available_backends,
 )
-from envs.nes_core import RIGHT, A, B, NesCore, make_core
+from envs.nes_core import GRAY, RIGHT, A, B, NesCore, make_core
 
 NOOP, WALK, RUN, RUN_JUMP, JUMP, LEFT = 0, 1, 3, 4, 5, 6  # of the "simple" action set
 
@@ -226,8 +226,21 @@ def test_observation_is_the_average_of_the_screen(backend: str, obs: str) -> Non
     if obs == "rgb64":
         newest = observation.transpose(1, 2, 0)
     else:
-        newest, expected = observation[-1], expected @ [0.299, 0.587, 0.114]
+        newest, expected = observation[-1], expected @ GRAY[:3]
     assert np.abs(newest - expected).max() < 2.0
+
+
+def test_grey_tells_apart_what_the_usual_luma_does_not(fceumm: str) -> None:
+    colors = np.array([(206, 77, 8), (0, 170, 0), (90, 150, 255)])  # Goombas and ground; hills; sky
+    env = MarioEnv("1-1", fceumm, render_mode="rgb_array")
+    env.reset(seed=0)
+    picture = env.render()
+    assert picture is not None
+    assert all((picture == color).all(-1).any() for color in colors)
+    luma, grey = colors @ (0.299, 0.587, 0.114), colors @ GRAY[:3]
+    assert abs(luma[0] - luma[1]) < 10
+    assert np.abs(np.diff(grey, append=grey[0])).min() > 50
+
 
 
 def test_max_pool_takes_the_brighter_of_the_last_two_frames(fceumm: str) -> None:
