@@ -1414,8 +1414,9 @@ def learn(
                   "inference_share": 1 - env_share - update_share, "update_share": update_share}  # fmt: skip
         logger.write("timing.csv", counters.global_step, {f"time/{name}": value for name, value in timing.items()})
         eta = (args.total_timesteps - counters.global_step) * counters.seconds / counters.global_step
+        best = f"{counters.best_return:.2f}" if counters.best_return > -math.inf else "?"  # before an evaluation
         logger.line(f"step {counters.global_step:>10,} | {sps:>7,.0f} steps/s | return "
-                    f"{episodic['episodic_return']:>9.2f} | best evaluation {counters.best_return:>9.2f} | KL "
+                    f"{episodic['episodic_return']:>9.2f} | best evaluation {best:>9} | KL "
                     f"{record['train/approx_kl']:.4f} | {eta / 60:.1f} min left")  # fmt: skip
 
         # --- evaluate ---------------------------------------------------------------------------------

@@ -30,8 +30,8 @@ from PIL import Image
 # Buttons, in the NES controller's own bit order; they add up.
 A, B, SELECT, START, UP, DOWN, LEFT, RIGHT = (1 << bit for bit in range(8))
 SCREEN_HEIGHT, SCREEN_WIDTH, RAM_SIZE = 240, 256, 0x800
-# How much of red, green and blue a grey picture holds, and an offset. The usual luma (0.30, 0.59, 0.11) makes a Goomba's
-# brown and a hill's green equally dark, 108 and 100, and the one cannot be seen before the other; here they are 167, 51.
+# How much of red, green and blue a grey picture holds, and an offset. In the usual luma (0.30, 0.59, 0.11) a Goomba's
+# brown and a hill's green are equally dark, 108 and 100, so the one is lost before the other; here they are 167 and 51.
 GRAY = (0.7, 0.3, 0.0, 0.0)
 INSTALL = {
     "nes_py": "install it with `pip install nes-py gym-super-mario-bros` (on Python < 3.13 this needs g++)",

@@ -242,7 +242,6 @@ def test_grey_tells_apart_what_the_usual_luma_does_not(fceumm: str) -> None:
     assert np.abs(np.diff(grey, append=grey[0])).min() > 50
 
 
-
 def test_max_pool_takes_the_brighter_of_the_last_two_frames(fceumm: str) -> None:
     pooled = MarioEnv("1-1", fceumm, obs="rgb64", max_pool=True)
     single = MarioEnv("1-1", fceumm, obs="rgb64", skip=1, render_mode="rgb_array")
