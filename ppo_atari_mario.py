@@ -148,17 +148,19 @@ class Args:
     """Atari games: the loss of a life ends the learner's episode, though the game goes on"""
 
     # --- PPO
-    num_steps: int = 64
+    num_steps: int = 256
     """steps T per environment and rollout; a batch is N*T transitions"""
     learning_rate: float = 5e-4
     """Adam's step size at the start"""
     anneal_lr: bool = True
-    """let the learning rate decay linearly to 0 over the run"""
+    """let the learning rate decay over the run"""
+    lr_decay: Literal["linear", "exponential"] = "exponential"
+    """linear: to 0; exponential: to a hundredth"""
     gamma: float = 0.95
     """discount per step"""
     gae_lambda: float = 0.95
     """lambda of generalised advantage estimation: 0 trusts the critic, 1 the sampled return"""
-    num_minibatches: int = 8
+    num_minibatches: int = 32
     """minibatches of an epoch; must divide N*T"""
     update_epochs: int = 4
     """passes over each batch"""
@@ -208,8 +210,8 @@ PRESETS: dict[str, dict[str, Any]] = {
                  "vf_coef": 0.5},
     # Schulman et al. 2017, table 5, as CleanRL reads it; evaluations are of whole games, and so are dear
     "atari": {"env_id": "ALE/Breakout-v5", "total_timesteps": 10_000_000, "num_envs": 8, "num_steps": 128,
-              "num_minibatches": 4, "learning_rate": 2.5e-4, "gamma": 0.99, "clip_coef": 0.1, "clip_vloss": True,
-              "anneal_ent": False, "vf_coef": 0.5, "eval_every": 1_000_000},
+              "num_minibatches": 4, "learning_rate": 2.5e-4, "lr_decay": "linear", "gamma": 0.99, "clip_coef": 0.1,
+              "clip_vloss": True, "anneal_ent": False, "vf_coef": 0.5, "eval_every": 1_000_000},
     "explore": {"ent_coef": 0.05, "learning_rate": 1e-4},
     "fast": {"total_timesteps": 2_000_000, "num_envs": 8, "num_minibatches": 8, "update_epochs": 3},
     "debug": {"total_timesteps": 100_000, "num_envs": 4, "num_steps": 64, "num_minibatches": 4, "update_epochs": 2,
@@ -1209,7 +1211,9 @@ def learn(
         started = time.perf_counter()
         counters.update += 1
         progress = (counters.update - 1) / args.num_updates
-        annealing = 1 - progress if args.anneal_lr else 1.0  # detail 4
+        annealing = 1.0
+        if args.anneal_lr:  # detail 4
+            annealing = 1 - progress if args.lr_decay == "linear" else 0.01**progress
         rates[0].fill_(args.learning_rate * annealing)
         if args.anneal_ent:
             ent_coef.fill_(args.ent_coef * (1 - progress))
