@@ -145,6 +145,7 @@ def report(folder: Path = RESULTS) -> None:
     page += markdown_table(header, rows)
     page += "\n" + "\n".join(f"- {name}: `{' '.join(words)}`" for name, words in VARIANTS.items()
                              if words and name != "quick")  # fmt: skip
+    page += "\n\nThe last three were run when grey pictures were the usual luma."
     info = machine_info(["torch", "numpy", "gym-super-mario-bros", "nes-py", "stable-retro"])
     cpus = sorted({result["final"]["cpu"] for group in groups.values() for result in group["seeds"].values()})
     page += f"\n\n![curves](mario_learning.png)\n\nRuns on {' and '.join(cpus)}. The page: {machine_line(info)}"
