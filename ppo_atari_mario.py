@@ -153,9 +153,7 @@ class Args:
     learning_rate: float = 5e-4
     """Adam's step size at the start"""
     anneal_lr: bool = True
-    """let the learning rate decay over the run"""
-    lr_decay: Literal["linear", "exponential"] = "exponential"
-    """linear: to 0; exponential: to a hundredth"""
+    """let the learning rate decay linearly to 0 over the run"""
     gamma: float = 0.95
     """discount per step"""
     gae_lambda: float = 0.95
@@ -210,8 +208,8 @@ PRESETS: dict[str, dict[str, Any]] = {
                  "vf_coef": 0.5},
     # Schulman et al. 2017, table 5, as CleanRL reads it; evaluations are of whole games, and so are dear
     "atari": {"env_id": "ALE/Breakout-v5", "total_timesteps": 10_000_000, "num_envs": 8, "num_steps": 128,
-              "num_minibatches": 4, "learning_rate": 2.5e-4, "lr_decay": "linear", "gamma": 0.99, "clip_coef": 0.1,
-              "clip_vloss": True, "anneal_ent": False, "vf_coef": 0.5, "eval_every": 1_000_000},
+              "num_minibatches": 4, "learning_rate": 2.5e-4, "gamma": 0.99, "clip_coef": 0.1, "clip_vloss": True,
+              "anneal_ent": False, "vf_coef": 0.5, "eval_every": 1_000_000},
     "explore": {"ent_coef": 0.05, "learning_rate": 1e-4},
     "fast": {"total_timesteps": 2_000_000, "num_envs": 8, "num_minibatches": 8, "update_epochs": 3},
     "debug": {"total_timesteps": 100_000, "num_envs": 4, "num_steps": 64, "num_minibatches": 4, "update_epochs": 2,
@@ -1211,9 +1209,7 @@ def learn(
         started = time.perf_counter()
         counters.update += 1
         progress = (counters.update - 1) / args.num_updates
-        annealing = 1.0
-        if args.anneal_lr:  # detail 4
-            annealing = 1 - progress if args.lr_decay == "linear" else 0.01**progress
+        annealing = 1 - progress if args.anneal_lr else 1.0  # detail 4
         rates[0].fill_(args.learning_rate * annealing)
         if args.anneal_ent:
             ent_coef.fill_(args.ent_coef * (1 - progress))

@@ -49,14 +49,12 @@ EPISODES, EVALUATION_SEED = 100, 1000
 WINDOW = 20_000  # steps averaged in a point of the training curve
 # What a run has other than the script's defaults. The last three are how this project's own runs began, from below:
 # grey pictures were then the usual luma (`envs.nes_core.GRAY`).
-SHORT_ROLLOUTS = ["--num-steps", "64", "--num-minibatches", "8", "--lr-decay", "linear"]
+SHORT_ROLLOUTS = ["--num-steps", "64", "--num-minibatches", "8"]
 VARIANTS: dict[str, list[str]] = {
     "default": [],
-    "linear": ["--lr-decay", "linear"],
     "million": [*SHORT_ROLLOUTS, "--total-timesteps", "1000000"],
     "constant_entropy": [*SHORT_ROLLOUTS, "--no-anneal-ent", "--total-timesteps", "1200000"],
-    "large_vf_coef": ["--no-anneal-ent", "--vf-coef", "0.5", "--num-steps", "128", "--num-minibatches", "16",
-                      "--lr-decay", "linear"],
+    "large_vf_coef": ["--no-anneal-ent", "--vf-coef", "0.5", "--num-steps", "128", "--num-minibatches", "16"],
     "quick": ["--num-envs", "8", "--num-steps", "64", "--num-minibatches", "2", "--total-timesteps", "1024",
               "--max-episode-steps", "20"],
 }  # fmt: skip

@@ -204,9 +204,9 @@ def test_the_preset_has_the_published_values() -> None:
     args = script.parse_args(["--configs", "atari"])
     expected = {
         "num_envs": 8, "num_steps": 128, "update_epochs": 4, "minibatch_size": 256, "learning_rate": 2.5e-4,
-        "anneal_lr": True, "lr_decay": "linear", "gamma": 0.99, "gae_lambda": 0.95, "clip_coef": 0.1,
-        "ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5, "skip": 4, "noop_max": 30, "sign_reward": True,
-        "episodic_life": True, "clip_vloss": True, "anneal_ent": False, "total_timesteps": 10_000_000,
+        "anneal_lr": True, "gamma": 0.99, "gae_lambda": 0.95, "clip_coef": 0.1, "clip_vloss": True, "ent_coef": 0.01,
+        "vf_coef": 0.5, "max_grad_norm": 0.5, "skip": 4, "noop_max": 30, "sign_reward": True, "episodic_life": True,
+        "anneal_ent": False, "total_timesteps": 10_000_000,
     }  # fmt: skip
     assert {name: getattr(args, name) for name in expected} == expected
 
