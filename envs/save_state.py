@@ -75,8 +75,9 @@ def _set_mujoco_state(env: MujocoEnv, state: dict[str, Any]) -> None:
     # mj_forward, which the arrays of contacts need for their size, lets them catch up. So they are put back.
     mujoco.mj_forward(env.model, env.data)
     for name, value in _arrays(env.data).items():
-        if value.shape == state["derived"][name].shape:
-            value[...] = state["derived"][name]
+        saved = state["derived"].get(name)  # a contact may have begun in that sub-step: its arrays are nowhere saved
+        if saved is not None and value.shape == saved.shape:
+            value[...] = saved
     env.np_random.bit_generator.state = state["rng"]
 
 
