@@ -1,14 +1,14 @@
 """Whole-loop training throughput on CAGE2: our script beside Stable-Baselines3's PPO on the same game.
 
     python -m benchmarks.cage2_loop            # 25 and 256 environments, five rounds
-    python -m benchmarks.cage2_loop --quick    # 25 environments, two of the candidates, two rounds
+    python -m benchmarks.cage2_loop --quick    # 25 environments, three of the candidates, two rounds
 
 Every measurement is a process of its own that trains a few updates; the first ones are warm-up (compiling, caches) and
 do not count. Candidates take turns within a round, so a busy moment of the machine hits all of them, and ratios are
 medians over rounds. Where candidates are compared, network (64-64 tanh, actor and critic apart), rollout, minibatch and
 epochs are equal, and so are observations (52) and actions (145), unless a name says "memory": then they are 186 and 36,
-our script's default. SB3 steps `Cage2Env` in its own SubprocVecEnv. Steps per CPU second count the time of all
-processes, and are what one free core gives.
+our script's default. SB3 steps `Cage2Env` in its DummyVecEnv, or in its SubprocVecEnv with a process for each; ratios
+are to the fastest of SB3's. Steps per CPU second count the time of all processes, and are what one free core gives.
 """
 
 import argparse
@@ -36,14 +36,14 @@ from benchmarks.common import (
     write_results,
 )
 
-REFERENCE = "SB3: subproc"
-SETTINGS = {  # name -> (num_envs, minibatch, updates of ours, updates of SB3: 256 processes on a few cores say nothing)
+SETTINGS = {  # name -> (num_envs, minibatch, updates of ours, updates of SB3)
     "25 environments x 100 steps, minibatch 2,500, 4 epochs": (25, 2500, 60, 4),
-    "256 environments x 100 steps, minibatch 3,200, 4 epochs": (256, 3200, 10, 0),
+    "256 environments x 100 steps, minibatch 3,200, 4 epochs": (256, 3200, 10, 1),
 }
 CANDIDATES = ("ours: batch", "ours: batch, 2 threads", "ours: batch, memory", "ours: batch, memory, 2 threads",
-              "ours: batch, no compile", "ours: subproc", REFERENCE)  # fmt: skip
-QUICK_CANDIDATES = ("ours: batch", REFERENCE)
+              "ours: batch, no compile", "ours: subproc", "SB3: dummy", "SB3: dummy, 2 threads",
+              "SB3: subproc")  # fmt: skip
+QUICK_CANDIDATES = ("ours: batch", "SB3: dummy", "SB3: subproc")
 
 
 def cpu_seconds() -> float:
@@ -86,18 +86,18 @@ def measure_ours(variant: str, num_envs: int, minibatch: int, updates: int) -> d
     return figures | {name: float(timing[f"time/{name}"][warm_up:].mean()) for name in names}
 
 
-def measure_sb3(num_envs: int, minibatch: int, updates: int) -> dict[str, float]:
+def measure_sb3(variant: str, num_envs: int, minibatch: int, updates: int) -> dict[str, float]:
+    """SB3's PPO on `Cage2Env`, in this process or one process an environment; the first update does not count."""
     import torch
-
-    """SB3's PPO on `Cage2Env`, one process an environment; the first update does not count."""
     from stable_baselines3 import PPO
     from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.vec_env import SubprocVecEnv
+    from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
 
     from benchmarks.reference_loops import sb3_seconds
     from envs.cage2 import Cage2Env
 
-    torch.set_num_threads(1)
+    torch.set_num_threads(2 if "2 threads" in variant else 1)
+    in_processes = "subproc" in variant
     kwargs = {"red_agent": {"b_line": 0.5, "meander": 0.45, "sleep": 0.05}, "version": "leaderboard",
               "state_in_info": False}  # fmt: skip
     Cage2Env().reset(seed=0)  # compiled once, before the processes fork
@@ -106,15 +106,17 @@ def measure_sb3(num_envs: int, minibatch: int, updates: int) -> dict[str, float]
         num_envs,
         seed=1,
         env_kwargs=kwargs,
-        vec_env_cls=SubprocVecEnv,
-        vec_env_kwargs={"start_method": "fork"},
-    )  # fmt: skip  (25 fresh interpreters would take minutes)
+        vec_env_cls=SubprocVecEnv if in_processes else DummyVecEnv,
+        vec_env_kwargs={"start_method": "fork"} if in_processes else {},  # fresh interpreters would take minutes
+    )
     model = PPO(
         "MlpPolicy", vec_env, n_steps=100, batch_size=minibatch, n_epochs=4, ent_coef=0.01, device="cpu", seed=1
     )
-    seconds = sb3_seconds(model, updates + 1)[1:]
+    sb3_seconds(model, 1)
+    cpu, seconds = cpu_seconds(), sum(sb3_seconds(model, updates))
+    cpu, steps = cpu_seconds() - cpu, updates * num_envs * 100
     vec_env.close()
-    return {"sps": updates * num_envs * 100 / sum(seconds)}
+    return {"sps": steps / seconds} | ({} if in_processes else {"per_cpu_second": steps / cpu})
 
 
 def in_process(last: dict[str, Any], candidate: str, setting: str) -> float:
@@ -125,18 +127,16 @@ def in_process(last: dict[str, Any], candidate: str, setting: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="25 environments, two candidates, two rounds")
+    parser.add_argument("--quick", action="store_true", help="25 environments, three candidates, two rounds")
     parser.add_argument("--rounds", type=int, default=None, help="rounds (default 5, quick 2)")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         candidate, setting = options.one
         num_envs, minibatch, updates, sb3_updates = SETTINGS[setting]
-        if candidate == REFERENCE:
-            figures = measure_sb3(num_envs, minibatch, sb3_updates)
-        else:
-            figures = measure_ours(candidate.partition(": ")[2], num_envs, minibatch, updates)
-        print(json.dumps(figures))
+        loop, _, variant = candidate.partition(": ")
+        measure, updates = (measure_sb3, sb3_updates) if loop == "SB3" else (measure_ours, updates)
+        print(json.dumps(measure(variant, num_envs, minibatch, updates)))
         return
     rounds = options.rounds or (2 if options.quick else 5)
     info = machine_info(["torch", "gymnasium", "numpy", "numba", "stable-baselines3"])
@@ -147,10 +147,12 @@ def main() -> None:
     for setting in list(SETTINGS)[: 1 if options.quick else 2]:
         last: dict[str, Any] = {}
         names = list(QUICK_CANDIDATES if options.quick else CANDIDATES)
-        if not SETTINGS[setting][-1]:
-            names.remove(REFERENCE)
+        if SETTINGS[setting][0] > 25:
+            names.remove("SB3: subproc")  # hundreds of processes on a few cores say nothing
         speeds = interleave({name: partial(in_process, last, name, setting) for name in names}, rounds)
-        data["rows"] += rows_of(setting, speeds, [REFERENCE])
+        peers = [name for name in names if name.startswith("SB3")]
+        reference = max(peers, key=lambda name: summary(speeds[name])["median"])
+        data["rows"] += rows_of(setting, speeds, peers)
         data["results"][setting] = last
         rows = []
         for name in names:
@@ -160,11 +162,11 @@ def main() -> None:
             ]
             cpu = [measurement["per_cpu_second"] for measurement in one if "per_cpu_second" in measurement]
             wall = summary(speeds[name])
-            ratio = f"{median_ratio(speeds[name], speeds[REFERENCE]):.1f}" if REFERENCE in names else ""
             rows.append([name, f"{wall['median']:,.0f}", f"{wall['min']:,.0f} - {wall['max']:,.0f}",
                          f"{summary(cpu)['median']:,.0f}" if cpu else "",
-                         ratio, " / ".join(shares)])  # fmt: skip
-        header = ["loop", "steps/s", "min - max", "per CPU second", "x SB3", "environment / inference / update"]
+                         f"{median_ratio(speeds[name], speeds[reference]):.1f}", " / ".join(shares)])  # fmt: skip
+        header = ["loop", "steps/s", "min - max", "per CPU second", f"x {reference}",
+                  "environment / inference / update"]  # fmt: skip
         page += f"\n## {setting}\n\n" + markdown_table(header, rows)
         folder = QUICK_RESULTS if options.quick else RESULTS
         write_results("cage2_loop", data, page + "\n" + machine_line(info), folder)
