@@ -130,17 +130,17 @@ def bare_loops(envs: MujocoBatchVecEnv, env_id: str, num_threads: int, seconds: 
             process.join()
 
 
-def make_envpool(env_id: str, num_envs: int, num_threads: int) -> Any:
-    """EnvPool's v4 task, for it has no v5. Raises ImportError where EnvPool is not installed."""
+def make_envpool(env_id: str, num_envs: int, num_threads: int, seed: int) -> Any:
+    """EnvPool's own C++ form of the task. Raises ImportError where EnvPool is not installed."""
     import envpool
 
-    return envpool.make_gymnasium(env_id.replace("-v5", "-v4"), num_envs=num_envs, num_threads=num_threads)
+    return envpool.make_gymnasium(env_id, num_envs=num_envs, num_threads=num_threads, seed=seed)
 
 
 def envpool_step(env_id: str, num_envs: int, num_threads: int) -> Callable[[np.ndarray], Any] | None:
     """EnvPool's synchronous step, or None where EnvPool is not installed."""
     try:
-        pool = make_envpool(env_id, num_envs, num_threads)
+        pool = make_envpool(env_id, num_envs, num_threads, seed=0)
     except ImportError:
         return None
     pool.reset()
@@ -163,7 +163,7 @@ def compare(env_id: str, num_envs: int, num_threads: int, rounds: int, seconds: 
                 "SyncVectorEnv": lambda: measure(sync.step, actions, num_envs, seconds),
             }
             if pool is not None:
-                candidates["EnvPool (sync, v4)"] = lambda: measure(pool, actions, num_envs, seconds)
+                candidates["EnvPool (sync)"] = lambda: measure(pool, actions, num_envs, seconds)
             for warm_up in candidates.values():
                 warm_up()
             return interleave(candidates, rounds)

@@ -35,14 +35,17 @@ class EnvPool:
     """EnvPool's C++ environments on all cores, as the loop below wants them.
 
     It clips actions, and does without normalising observations and rewards, which EnvPool does not offer: a little less
-    work than the other candidates have.
+    work than the other candidates have. A pool's seed is fixed when it is made, so `reset` makes a new one.
     """
 
     def __init__(self, env_id: str, num_envs: int) -> None:
-        self.pool = make_envpool(env_id, num_envs, CORES)
+        self.make = partial(make_envpool, env_id, num_envs, CORES)
+        self.pool = self.make(seed=0)
         self.single_observation_space, self.single_action_space = self.pool.observation_space, self.pool.action_space
 
     def reset(self, seed: int) -> Any:
+        self.pool.close()
+        self.pool = self.make(seed=seed)
         return self.pool.reset()
 
     def step(self, actions: np.ndarray) -> Any:
