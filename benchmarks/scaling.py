@@ -2,6 +2,7 @@
 
     python -m benchmarks.scaling            # 1 to 4,096 environments, three rounds: about ten minutes
     python -m benchmarks.scaling --quick    # a few counts, two short rounds
+    python -m benchmarks.scaling --report   # measure nothing, write page and figure from the JSON of the last run
 
 Each measurement is a process of its own, which builds the environments, steps them with random actions (episodes end
 and begin anew), and then adds up the memory of itself and its workers. All take turns, round after round. "Memory" is
@@ -9,10 +10,10 @@ what they wrote (anonymous and shared memory, each page counted once however man
 programs and libraries. "Peak" is the sum of each process's largest resident set (VmHWM), code included, in which pages
 that processes share count for each of them. Linux only, for it reads /proc.
 
-The cost of a step is the CPU time that the process and its workers spend on it, which a busy machine changes least. It
-grows no faster than linearly in N if one environment's share of it does not grow: the table names the N at which that
-share is largest, compared to the smallest at fewer environments. A cost that is quadratic in N doubles there with every
-doubling of N.
+The cost of a step is the CPU time that the process and its workers spend on it, which a busy machine changes least. All
+speeds on the page are steps per second of it; the JSON keeps wall-clock times as well. The cost grows no faster than
+linearly in N if one environment's share of it does not grow: the table names the N at which that share is largest,
+compared to the smallest at fewer environments. A cost that is quadratic in N doubles there with every doubling of N.
 """
 
 import argparse
@@ -149,15 +150,20 @@ def kib_per_environment(counts: list[int], memory_mib: list[float]) -> float:
     return 1024 * (memory_mib[-1] - memory_mib[first]) / (counts[-1] - counts[first])
 
 
-def draw(points: list[dict[str, Any]], path: Path) -> None:
+def lines_of(data: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
+    """The points of each stepper by number of environments, with as many workers as there are cores."""
+    points = [point for point in data["points"] if point["workers"] in (0, data["machine"]["cores"])]
+    return {kind: [p for p in points if p["kind"] == kind] for kind in dict.fromkeys(p["kind"] for p in points)}
+
+
+def draw(data: dict[str, Any], path: Path) -> None:
     """Steps per CPU second and memory over the number of environments."""
     import matplotlib.figure
 
     figure = matplotlib.figure.Figure(figsize=(12, 5.2), layout="constrained")
     labels = {"steps_per_cpu_second": "environment steps per CPU second", "memory_mib": "memory, MiB"}
     for axis, (key, label) in zip(figure.subplots(1, 2), labels.items(), strict=True):
-        for kind in KINDS:
-            line = [point for point in points if point["kind"] == kind and point["workers"] in (0, CORES)]
+        for kind, line in lines_of(data).items():
             axis.loglog([p["num_envs"] for p in line], [p[key] for p in line], "o-", ms=3, lw=1.2, label=kind)
         axis.set(xlabel="environments", ylabel=label)
         axis.grid(alpha=0.3)
@@ -165,9 +171,65 @@ def draw(points: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
+def run_all(quick: bool, rounds: int, seconds: float) -> dict[str, Any]:
+    """Measure everything in turns; returns what the JSON file keeps."""
+    info = machine_info(["gymnasium", "mujoco", "numpy", "numba", "nes-py", "stable-retro"])
+    wanted: list[tuple[str, int, int]] = []  # kind, environments, workers (0: it has none to choose)
+    for kind, (_, counts, has_workers) in KINDS.items():
+        counts = tuple(count for count in counts if count in (4, 16, 1024)) if quick else counts
+        wanted += [(kind, count, CORES if has_workers or "Mario" in kind else 0) for count in counts]
+        if has_workers and not quick:
+            wanted += [(kind, NUM_ENVS_OF_WORKERS, workers) for workers in WORKERS if workers != CORES]
+    measured: dict[tuple[str, int, int], list[dict[str, float]]] = {key: [] for key in wanted}
+
+    def speed(key: tuple[str, int, int]) -> float:
+        measured[key].append(in_fresh_process("scaling", *key, seconds))
+        return measured[key][-1]["steps_per_cpu_second"]
+
+    figures = interleave({str(key): partial(speed, key) for key in wanted}, rounds)
+    data: dict[str, Any] = {"machine": info, "rounds": rounds, "rows": [], "points": [], "fits": {}}
+    for key in wanted:
+        medians = {name: float(np.median([one[name] for one in measured[key]])) for name in measured[key][0]}
+        data["points"].append({"kind": key[0], "num_envs": key[1], "workers": key[2], **medians,
+                               "rounds": figures[str(key)]})  # fmt: skip
+    for kind, line in lines_of(data).items():
+        numbers = [p["num_envs"] for p in line]
+        data["fits"][kind] = growth(numbers, [p["steps_per_cpu_second"] for p in line]) | {
+            "kib_per_environment": kib_per_environment(numbers, [p["memory_mib"] for p in line])
+        }
+    for count in dict.fromkeys(p["num_envs"] for p in data["points"]):
+        together = {p["kind"]: p["rounds"] for line in lines_of(data).values() for p in line if p["num_envs"] == count}
+        data["rows"] += rows_of(f"{count:,} environments, steps per CPU second", together, [PEER])
+    data["measured"] = machine_line(info)
+    return data
+
+
+def page_of(data: dict[str, Any]) -> str:
+    """The page of what `run_all` returned."""
+    page = "# Throughput and memory against the number of environments\n\n`python -m benchmarks.scaling`: steps of "
+    page += "single environments per second of CPU time, their workers' included, with random actions; medians of "
+    page += f"{data['rounds']} interleaved rounds.\n\n![steps per CPU second and memory](scaling.png)\n\n"
+    rows = []
+    for kind, line in lines_of(data).items():
+        fit, numbers = data["fits"][kind], [p["num_envs"] for p in line]
+        verdict = "yes" if fit["rise"] < TOLERANCE else f"no: {fit['rise']:.2f} times the cost at {fit['at']:,}"
+        exponent = "" if fit["exponent"] is None else f"{fit['exponent']:.2f}"
+        rows.append(
+            [kind, f"{numbers[0]:,} to {numbers[-1]:,}", exponent, verdict, f"{fit['kib_per_environment']:,.1f}"]
+        )
+    header = ["stepper", "environments", "exponent from 16 on", "no faster than linear", "memory per environment, KiB"]
+    page += "## How the cost of a step grows\n\n" + markdown_table(header, rows) + "\n## All measurements\n\n"
+    header = ["stepper", "environments", "workers", "steps per CPU second", "memory, MiB", "of it shared", "peak, MiB"]
+    rows = [[p["kind"], f"{p['num_envs']:,}", p["workers"] or "", f"{p['steps_per_cpu_second']:,.0f}",
+             f"{p['memory_mib']:,.0f}", f"{p['shared_mib']:,.1f}", f"{p['peak_mib']:,.0f}"]
+            for p in data["points"]]  # fmt: skip
+    return page + markdown_table(header, rows) + "\n" + data["measured"]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few counts, two rounds of 0.2 s")
+    parser.add_argument("--report", action="store_true", help="only write page and figure anew")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="length of one measurement")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
@@ -178,59 +240,13 @@ def main() -> None:
         return
     if options.quick:
         options.rounds, options.seconds = 2, 0.2
-    info = machine_info(["gymnasium", "mujoco", "numpy", "numba", "nes-py", "stable-retro"])
-    wanted: list[tuple[str, int, int]] = []  # kind, environments, workers (0: it has none to choose)
-    for kind, (_, counts, has_workers) in KINDS.items():
-        counts = tuple(count for count in counts if count in (4, 16, 1024)) if options.quick else counts
-        wanted += [(kind, count, CORES if has_workers or "Mario" in kind else 0) for count in counts]
-        if has_workers and not options.quick:
-            wanted += [(kind, NUM_ENVS_OF_WORKERS, workers) for workers in WORKERS if workers != CORES]
-    measured: dict[tuple[str, int, int], list[dict[str, float]]] = {key: [] for key in wanted}
-
-    def speed(key: tuple[str, int, int]) -> float:
-        measured[key].append(in_fresh_process("scaling", *key, options.seconds))
-        return measured[key][-1]["steps_per_second"]
-
-    figures = interleave({str(key): partial(speed, key) for key in wanted}, options.rounds)
-    points: list[dict[str, Any]] = []
-    for key in wanted:
-        medians = {name: float(np.median([one[name] for one in measured[key]])) for name in measured[key][0]}
-        points.append({"kind": key[0], "num_envs": key[1], "workers": key[2], **medians, "rounds": figures[str(key)]})
-
-    page = "# Throughput and memory against the number of environments\n\n`python -m benchmarks.scaling`: steps/s of "
-    page += f"single environments, random actions, medians of {options.rounds} interleaved rounds.\n"
-    page += "\n![steps per second and memory](scaling.png)\n\n## How the cost of a step grows\n\n"
-    fits, rows = {}, []
-    for kind in KINDS:
-        line = [p for p in points if p["kind"] == kind and p["workers"] in (0, CORES)]
-        numbers = [p["num_envs"] for p in line]
-        fit = growth(numbers, [p["steps_per_cpu_second"] for p in line])
-        fit["kib_per_environment"] = kib_per_environment(numbers, [p["memory_mib"] for p in line])
-        fits[kind] = fit
-        verdict = "yes" if fit["rise"] < TOLERANCE else f"no: {fit['rise']:.2f} times the cost at {fit['at']:,}"
-        exponent = "" if fit["exponent"] is None else f"{fit['exponent']:.2f}"
-        rows.append(
-            [kind, f"{numbers[0]:,} to {numbers[-1]:,}", exponent, verdict, f"{fit['kib_per_environment']:,.1f}"]
-        )
-    header = ["stepper", "environments", "exponent from 16 on", "no faster than linear", "memory per environment, KiB"]
-    page += markdown_table(header, rows) + "\n## All measurements\n\n"
-    header = ["stepper", "environments", "workers", "steps/s", "min - max", "steps per CPU second", "memory, MiB",
-              "of it shared", "peak, MiB", "seconds to build"]  # fmt: skip
-    rows = []
-    for p in points:
-        whole = [f"{p[key]:,.0f}" for key in ("steps_per_second", "steps_per_cpu_second", "memory_mib", "peak_mib")]
-        spread = f"{min(p['rounds']):,.0f} - {max(p['rounds']):,.0f}"
-        rows.append([p["kind"], f"{p['num_envs']:,}", p["workers"] or "", whole[0], spread, whole[1], whole[2],
-                     f"{p['shared_mib']:,.1f}", whole[3], f"{p['seconds_to_build']:.2f}"])  # fmt: skip
-    page += markdown_table(header, rows)
-    rows_to_compare: list[dict[str, Any]] = []
-    for count in dict.fromkeys(p["num_envs"] for p in points):
-        together = {p["kind"]: p["rounds"] for p in points if p["num_envs"] == count and p["workers"] in (0, CORES)}
-        rows_to_compare += rows_of(f"{count:,} environments", together, [PEER])
-    data = {"machine": info, "rows": rows_to_compare, "points": points, "fits": fits}
     folder = QUICK_RESULTS if options.quick else RESULTS
-    write_results("scaling", data, page + "\n" + machine_line(info), folder)
-    draw(points, folder / "scaling.png")
+    if options.report:
+        data = json.loads((folder / "scaling.json").read_text())
+    else:
+        data = run_all(options.quick, options.rounds, options.seconds)
+    write_results("scaling", data, page_of(data), folder)
+    draw(data, folder / "scaling.png")
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def test_a_measurement_that_fails_says_why() -> None:
 
 
 def test_a_measurement_comes_back_from_its_process() -> None:
-    assert common.in_fresh_process("scaling", "Cage2VecEnv", 4, 0, 0.05)["steps_per_second"] > 1000
+    assert common.in_fresh_process("scaling", "Cage2VecEnv", 4, 0, 0.05)["steps_per_cpu_second"] > 1000
 
 
 def test_the_foot_of_a_page_names_commit_versions_and_load() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 from multiprocessing.connection import Connection
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 
 from benchmarks import scaling
+from benchmarks.common import RESULTS
 
 COUNTS = [1, 4, 16, 64, 256, 1024, 4096]
 
@@ -35,6 +37,11 @@ def test_a_bend_at_many_environments_is_found_behind_a_start_that_pays_off() -> 
 
 def test_memory_per_environment_is_a_slope() -> None:
     assert scaling.kib_per_environment([1, 4, 16], [50, 100, 101.5]) == pytest.approx(128)
+
+
+def test_the_page_says_what_is_stored() -> None:
+    data = json.loads((RESULTS / "scaling.json").read_text())
+    assert scaling.page_of(data) == (RESULTS / "scaling.md").read_text()
 
 
 def hold(name: str, pipe: Connection) -> None:
@@ -75,5 +82,5 @@ def test_memory_counts_children_and_shared_memory_once() -> None:
 
 def test_a_measurement_of_a_few_environments() -> None:
     found = scaling.measure("Cage2VecEnv", 8, 0, 0.05)
-    assert found["steps_per_second"] > 1000
+    assert found["steps_per_cpu_second"] > 1000
     assert 10 < found["memory_mib"] < found["peak_mib"]
