@@ -22,6 +22,7 @@ import argparse
 import json
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -42,13 +43,14 @@ from benchmarks.common import (
     write_results,
 )
 from benchmarks.seeds import Run, UsageError, draw, run_all
+from envs.nes_core import GRAY
 from ppo_atari_mario import read_csv
 
 FOLDER = ROOT / "runs" / "mario"
 EPISODES, EVALUATION_SEED = 100, 1000
 WINDOW = 20_000  # steps averaged in a point of the training curve
-# What a run has other than the script's defaults. The last three are how this project's own runs began, from below:
-# grey pictures were then the usual luma (`envs.nes_core.GRAY`).
+LUMA = (0.299, 0.587, 0.114)  # the usual grey; what a run had, `GRAY` of that day, its evaluation.json says
+# What a run has other than the script's defaults. The last three are how this project's own runs began, from below.
 SHORT_ROLLOUTS = ["--num-steps", "64", "--num-minibatches", "8"]
 VARIANTS: dict[str, list[str]] = {
     "default": [],
@@ -66,7 +68,7 @@ def command(env_id: str, backend: str, variant: str) -> list[str]:
 
 
 def evaluate(logdir: Path) -> None:
-    """Write evaluation.json of the run's last policy."""
+    """Write evaluation.json of the run's last policy, with the weights of red, green and blue in its grey pictures."""
     checkpoint = mario.load_checkpoint(logdir / "latest.pt")
     args = replace(mario.known_args(checkpoint["args"]), device="cpu", eval_episodes=EPISODES)
     torch.set_num_threads(1)
@@ -74,11 +76,11 @@ def evaluate(logdir: Path) -> None:
     agent = mario.Agent(vec_env, args)
     vec_env.close()
     agent.load_state_dict(checkpoint["agent"])
-    scores = {}
+    scores: dict[str, Any] = {"cpu": cpu_model(), "grey": GRAY[:3]}
     for mode, deterministic in (("deterministic", True), ("sampled", False)):
         result = mario.evaluate(agent, args, deterministic, EVALUATION_SEED)
         scores[mode] = {name: result[name] for name in ("success_rate", "mean_return", "std_return", "mean_length")}
-    (logdir / "evaluation.json").write_text(json.dumps({"cpu": cpu_model(), **scores}))
+    (logdir / "evaluation.json").write_text(json.dumps(scores))
 
 
 def read_run(logdir: Path) -> dict[str, Any]:
@@ -98,6 +100,12 @@ def read_run(logdir: Path) -> dict[str, Any]:
         "torch_threads": args["torch_threads"],
         "final": json.loads((logdir / "evaluation.json").read_text()),
     }
+
+
+def words_of(grey: Sequence[float]) -> str:
+    """The weights of a grey, and whether they are the usual ones."""
+    weights = f"({', '.join(f'{weight:g}' for weight in grey)})"
+    return f"luma {weights}" if tuple(grey) == LUMA else weights
 
 
 def report(folder: Path = RESULTS) -> None:
@@ -125,25 +133,25 @@ def report(folder: Path = RESULTS) -> None:
             training, final = np.array(result["success_rate"]), result["final"]
             halfway = np.flatnonzero(training >= 0.5)
             rows.append([
-                *name.split(), seed, f"{result['steps'][-1] / 1e6:.2f} M",
+                *name.split(), words_of(final["grey"]), seed, f"{result['steps'][-1] / 1e6:.2f} M",
                 f"{result['minutes'][-1]:.0f} ({result['num_workers']} workers, {result['torch_threads']} threads)",
                 f"{result['steps'][halfway[0]] / 1e6:.2f} M" if len(halfway) else "never",
                 f"{training[-5:].mean():.0%}",
                 *(f"{final[mode]['success_rate']:.0%} ({final[mode]['mean_return']:.0f} +- "
                   f"{final[mode]['std_return']:.0f})" for mode in ("deterministic", "sampled")),
             ])  # fmt: skip
-    header = ["stage", "emulator", "variant", "seed", "steps", "minutes", "half of training episodes at",
+    header = ["stage", "emulator", "variant", "grey", "seed", "steps", "minutes", "half of training episodes at",
               "training, last 100,000 steps", f"{EPISODES} episodes, deterministic (return)",
               f"{EPISODES} episodes, sampled (return)"]  # fmt: skip
     page = (
         "# Super Mario Bros\n\n`python -m benchmarks.mario_learning`. Share of episodes that reach the flag, with "
         "random waiting before the start and sticky actions, in training and evaluation. Minutes are those of "
-        "collecting and learning, mostly beside another run on the other core; returns are in the shaped reward.\n\n"
+        "collecting and learning, mostly beside another run on the other core; returns are in the shaped reward. "
+        f"Grey: the weights of red, green and blue in the pictures; today's are {words_of(GRAY[:3])}.\n\n"
     )
     page += markdown_table(header, rows)
     page += "\n" + "\n".join(f"- {name}: `{' '.join(words)}`" for name, words in VARIANTS.items()
                              if words and name != "quick")  # fmt: skip
-    page += "\n\nThe last three were run when grey pictures were the usual luma."
     info = machine_info(["torch", "numpy", "gym-super-mario-bros", "nes-py", "stable-retro"])
     cpus = sorted({result["final"]["cpu"] for group in groups.values() for result in group["seeds"].values()})
     page += f"\n\n![curves](mario_learning.png)\n\nRuns on {' and '.join(cpus)}. The page: {machine_line(info)}"
