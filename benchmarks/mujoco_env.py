@@ -142,6 +142,7 @@ def envpool_step(env_id: str, num_envs: int, num_threads: int) -> Callable[[np.n
     try:
         pool = make_envpool(env_id, num_envs, num_threads, seed=0)
     except ImportError:
+        print("envpool is not installed: left out")
         return None
     pool.reset()
     return lambda actions: pool.step(actions)

@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,10 @@ def main() -> None:
         return
     env_ids = options.envs or (["HalfCheetah-v5"] if options.quick else ["HalfCheetah-v5", "Ant-v5", "Humanoid-v5"])
     settings = dict(list(SETTINGS.items())[: 1 if options.quick else 3])
-    names = ["ours: batch", *REFERENCES] if options.quick else CANDIDATES
+    names = ["ours: batch", *REFERENCES] if options.quick else list(CANDIDATES)
+    if "CleanRL-style: envpool" in names and find_spec("envpool") is None:
+        print("envpool is not installed: left out")
+        names.remove("CleanRL-style: envpool")
     rounds = options.rounds or (2 if options.quick else 5)
     updates = 3 if options.quick else 10
     info = machine_info(["torch", "gymnasium", "mujoco", "numpy", "stable-baselines3", "envpool"])
