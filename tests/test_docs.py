@@ -1,4 +1,6 @@
-"""The documentation says nothing that the code does not: names, tags, commands, figures and numbers are compared."""
+"""The documentation says nothing that the code does not: names, tags, links, flags, commands and figures of README.md
+and docs/ are compared with the code, numbers of the figures with docs/figures/numbers.json, and the returns and scores
+of trained runs with results/*.json. Other numbers are not compared."""
 
 from __future__ import annotations
 
@@ -21,12 +23,13 @@ from tests.conftest import ROOT, load_script, tiny_args
 from tests.test_ppo_math import gae
 
 DOCS = ROOT / "docs"
+README = ROOT / "README.md"
 PAGES = sorted(DOCS.glob("*.md"))
 SCRIPTS = ["ppo_continuous_mujoco.py", "ppo_cage2_parallel.py", "ppo_atari_mario.py"]
 TORCHRUN = Path(str(torch.distributed.run.__file__))
 NUMBERS: dict[str, dict[str, str]] = json.loads((DOCS / "figures" / "numbers.json").read_text())
 
-pages = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+pages = pytest.mark.parametrize("page", [*PAGES, README], ids=lambda page: page.name)
 
 
 def definitions(path: Path) -> set[str]:
@@ -157,23 +160,34 @@ def test_every_detail_is_used_or_says_why_not() -> None:
 # ---- commands -------------------------------------------------------------------------------------------------------
 
 
+PROGRAMS = "python|pytest|make|torchrun|cp|diff|pip|tensorboard"
+COPIES = {"my_idea.py", "my_copy.py"}  # of a script, as the pages call them
+
+
 def commands(page: Path) -> list[list[str]]:
     """The commands of a page: lines of its bash blocks, and code in the text that begins like one. What stands after
     a `--` is a command of its own (benchmarks.seeds)."""
     text = page.read_text().replace("\\\n", " ")
     lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
-    lines += re.findall(r"`((?:python|pytest|make) [^`\n]+)`", text)
+    lines += re.findall(rf"`((?:\.venv/bin/)?(?:{PROGRAMS}) [^`\n]+)`", text)
     found = []
     for line in lines:
-        first, *others = line.partition("# ")[0].split(" -- ")
+        first, *others = line.partition("# ")[0].removeprefix(".venv/bin/").split(" -- ")
         found += [shlex.split(first), *(["python", *shlex.split(other)] for other in others)]
     return [command for command in found if command]
 
 
-@pytest.mark.parametrize("page", [*PAGES, ROOT / "README.md"], ids=lambda page: page.name)
+def flags_in(words: list[str]) -> set[str]:
+    return {word.partition("=")[0] for word in words if word.startswith("--")}
+
+
+@pages
 def test_every_command_of_a_page_can_be_typed(page: Path) -> None:
     makefile = (ROOT / "Makefile").read_text()
     for command in commands(page):
+        for word in command:
+            if word.startswith(("results/", "tests/", "docs/", "envs/")):
+                assert (ROOT / word).exists(), command
         match command:
             case ["make", target, *_]:
                 assert re.search(rf"^{target}:", makefile, re.MULTILINE), command
@@ -181,21 +195,30 @@ def test_every_command_of_a_page_can_be_typed(page: Path) -> None:
                 assert set(names) <= {"all", *(figure.__name__ for figure in figures.FIGURES)}, command
             case ["python", "-m", module, *words]:
                 path = ROOT / f"{module.replace('.', '/')}.py"
-                assert path.exists() or module == "pytest", command
-                if path.exists():
-                    assert {word for word in words if word.startswith("--")} <= flags_of(path), command
+                assert path.exists(), command
+                assert flags_in(words) <= flags_of(path), command
             case ["torchrun", *words]:
                 script = next(i for i, word in enumerate(words) if word in SCRIPTS)
                 assert {word.partition("=")[0] for word in words[:script]} <= flags_of(TORCHRUN), command
-                others = {word.partition("=")[0] for word in words[script:] if word.startswith("--")}
-                assert others <= flags_of(ROOT / words[script]), command
-            case ["python", file, *words] if file in SCRIPTS:
-                assert {word.partition("=")[0] for word in words if word.startswith("--")} <= flags_of(ROOT / file), (
-                    command
-                )
+                assert flags_in(words[script:]) <= flags_of(ROOT / words[script]), command
+            case ["python", file, *words] if file in {*SCRIPTS, *COPIES}:
+                path = ROOT / (SCRIPTS[0] if file in COPIES else file)
+                assert flags_in(words) <= flags_of(path), command
+                assert not words or words[0].startswith("--") or f'"{words[0]}"' in path.read_text(), command
                 if "--configs" in words:
                     named = " ".join(words[words.index("--configs") + 1 :]).partition(" --")[0].split()
-                    assert set(named) <= set(load_script(ROOT / file).PRESETS), command
+                    assert set(named) <= set(load_script(path).PRESETS), command
+            case ["pytest", *words]:
+                assert flags_in(words) <= {"--script"}, command
+            case ["cp", source, copy]:
+                assert source in SCRIPTS, command
+                assert copy in COPIES, command
+            case ["diff", *files]:
+                assert set(files) <= set(SCRIPTS), command
+            case ["tensorboard" | "pip" | "git" | "cd" | "source", *_]:
+                pass
+            case _:
+                pytest.fail(f"not a command that this test knows: {' '.join(command)}")
 
 
 def test_every_benchmark_is_listed_and_make_bench_runs_those_with_a_quick_form() -> None:
@@ -233,6 +256,63 @@ def test_every_picture_has_a_command() -> None:
     for page in PAGES:
         shown = set(re.findall(r"\(figures/(\w+)\.png\)", page.read_text()))
         assert shown <= names, (page.name, shown - names)
+
+
+NUMBER_WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
+
+
+def assert_printed(values: list[float], text: str) -> None:
+    """The numbers of "6,340, -3.80 (two seeds)" are the values, rounded, and there are as many as it says."""
+    printed = re.findall(r"-?\d{1,3}(?:,\d{3})*(?:\.\d+)?", text.partition(" (")[0])
+    assert len(printed) == len(values), text
+    decimals = [len(number.partition(".")[2]) for number in printed]
+    assert [f"{value:,.{k}f}" for value, k in zip(values, decimals, strict=True)] == printed
+    counted = re.search(r"\((\w+) seeds?\b", text)
+    assert counted is None or counted[1] == NUMBER_WORDS[len(values)], text
+
+
+def row_with(page: Path, label: str) -> list[str]:
+    """The cells of the last row of a page's tables that begins with a label, without it."""
+    rows = re.findall(rf"^\| {re.escape(label)}(?=[ ,])[^|]*\| (.*) \|$", page.read_text(), re.MULTILINE)
+    return rows[-1].split(" | ")
+
+
+def test_returns_on_mujoco_are_those_measured() -> None:
+    """Each seed in README.md, each seed and the mean in the last table of docs/mujoco.md."""
+    tasks = json.loads((ROOT / "results" / "mujoco_learning_1000k.json").read_text())["tasks"]
+    final = {task: [run["evaluations"]["mean_return"][-1] for run in result["seeds"].values()]
+             for task, result in tasks.items()}  # fmt: skip
+    in_readme = re.findall(r"^\| (\w+-v5)\b", README.read_text(), re.MULTILINE)
+    assert in_readme
+    for task in in_readme:
+        assert_printed(final[task], row_with(README, task)[0])
+    for task, returns in final.items():
+        mean, each = row_with(DOCS / "mujoco.md", task.removesuffix("-v5"))[:2]
+        assert_printed([sum(returns) / len(returns)], mean)
+        assert_printed(returns, each)
+
+
+@pytest.mark.parametrize(("label", "version"), [("CAGE2, leaderboard rules", "leaderboard"),
+                                                ("CAGE2 on today's rules", "head")])  # fmt: skip
+def test_scores_on_cage2_are_those_measured(label: str, version: str) -> None:
+    runs = json.loads((ROOT / "results" / "cage2_learning.json").read_text())["runs"]
+    scores = [run["evaluation"]["score"] for name, run in runs.items() if name.startswith(version)]
+    assert_printed(scores, row_with(README, label)[0])
+
+
+def test_flags_reached_on_mario_are_those_measured() -> None:
+    """Every "94, 86 % deterministic, 88, 77 % sampled" of README.md is of one group, and today's defaults are there."""
+    groups = json.loads((ROOT / "results" / "mario_learning.json").read_text())["groups"]
+    measured = {
+        name: tuple(
+            ", ".join(f"{100 * run['final'][mode]['success_rate']:.0f}" for run in group["seeds"].values())
+            for mode in ("deterministic", "sampled")
+        )
+        for name, group in groups.items()
+    }
+    printed = re.findall(r"(\d[\d, ]*) % deterministic, (\d[\d, ]*) % sampled", README.read_text())
+    assert set(printed) <= set(measured.values()), measured
+    assert measured["Mario-1-1 fceumm default"] in printed, measured
 
 
 def test_gradient_variances_are_those_printed() -> None:
