@@ -281,10 +281,9 @@ def check_ranges(args: Args) -> None:
             f"--num-envs {args.num_envs} and minibatches of {args.minibatch_size} cannot be split evenly over {ranks} "
             "processes."
         )
-    if args.device != "cpu" and not (args.device.startswith("cuda") and torch.cuda.is_available()):
-        raise UsageError(
-            f"--device {args.device} is not available here; use cpu" + ", cuda." * torch.cuda.is_available()
-        )
+    devices = ["cpu", *["cuda"] * torch.cuda.is_available(), *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if args.device not in devices:
+        raise UsageError(f"--device {args.device} is not available here; use {' or '.join(devices)}.")
 
 
 def validate(args: Args) -> None:
@@ -486,8 +485,8 @@ def ppo_gradients(agent: Agent, minibatch: Any, args: Args) -> tuple[list[torch.
 def flatten_parameters(network: list[nn.Parameter]) -> torch.Tensor:
     """Move parameters into one vector, which is returned, and make them views of it.
 
-    Clipping and Adam then handle one long tensor instead of a dozen short ones, which halves the cost of a step of
-    networks as small as these.
+    Clipping and Adam then handle one long tensor instead of a dozen short ones, which halves the cost of a small
+    network's step.
     """
     flat = torch.cat([p.detach().reshape(-1) for p in network])
     for p, part in zip(network, flat.split([p.numel() for p in network]), strict=True):
@@ -542,7 +541,7 @@ def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
 def make_atari(args: Args, render_mode: str | None) -> gym.Env:
     return AtariGame(
         args.env_id,
-        frame_stack=args.frame_stack or 4,
+        frame_stack=4 if args.frame_stack is None else args.frame_stack,
         skip=args.skip,
         noop_max=args.noop_max,
         sticky_action_probability=args.sticky_action_probability,
@@ -681,8 +680,9 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
             file.flush()
             os.fsync(file.fileno())
         if path.exists():
-            previous.unlink(missing_ok=True)
-            os.link(path, previous)
+            with contextlib.suppress(OSError):  # a file system without links: then there is no *.prev.pt
+                previous.unlink(missing_ok=True)
+                os.link(path, previous)
         os.replace(temporary, path)
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)  # until the folder is on the disk, the new name is not
@@ -836,7 +836,8 @@ def plot_curves(logdir: Path) -> None:
     quantities = {"success_rate": "success_rate", "episodic_return": "mean_return", "episodic_length": "mean_length"}
     figure = matplotlib.figure.Figure(figsize=(13, 6), layout="constrained")
     for axis, name in zip(figure.subplots(2, 3).flat, panels, strict=True):
-        axis.plot(progress["global_step"], progress[name], lw=1)
+        measured = ~np.isnan(progress[name])  # in many a rollout no episode ends
+        axis.plot(progress["global_step"][measured], progress[name][measured], lw=1, label="training")
         quantity = quantities.get(name.removeprefix("rollout/"))
         for mode in ("eval", "eval_sampled") if quantity and evaluation else ():
             label = "evaluation, " + ("deterministic" if mode == "eval" else "sampled")
@@ -1204,6 +1205,7 @@ def learn(
         return next((number for number in ranks.gather_objects(interrupt.signum) if number), None)
 
     evaluation: dict[str, Any] = {}
+    latest = np.full(3, math.nan)  # return, length and success rate of the last rollout in which an episode ended
     signum = received_signal()
     while counters.update < args.num_updates and signum is None:
         started = time.perf_counter()
@@ -1217,7 +1219,7 @@ def learn(
         # --- collect ----------------------------------------------------------------------------------
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
         ended: list[tuple[float, int, float]] = []  # (return, length, flag reached) of the episodes that ended
-        env_time = 0.0
+        env_time = raw_reward_sum = 0.0
         for t in range(num_steps):
             obs[t] = next_obs
             with torch.no_grad():
@@ -1227,6 +1229,7 @@ def learn(
             before_step = time.perf_counter()
             env_obs, reward, terminated, truncated, infos = vec_env.step(env_actions)
             env_time += time.perf_counter() - before_step
+            raw_reward_sum += float(reward.sum())
             episode_returns += reward
             episode_lengths += 1
             rewards[t] = torch.as_tensor(np.sign(reward) if sign_reward else reward)  # detail 19
@@ -1284,7 +1287,8 @@ def learn(
                 break
         counters.minibatch_updates += len(steps)
         counters.global_step += args.batch_size
-        ended = [episode for episodes in ranks.gather_objects(ended) for episode in episodes]
+        shares = ranks.gather_objects((ended, raw_reward_sum))
+        ended = [episode for episodes, _ in shares for episode in episodes]
         counters.episodes += len(ended)
         seconds = time.perf_counter() - started
         counters.seconds += seconds
@@ -1303,7 +1307,7 @@ def learn(
             "rollout/episodic_return": float(episodic[0]),
             "rollout/episodic_length": float(episodic[1]),
             "rollout/success_rate": float(episodic[2]),
-            "rollout/mean_reward": float(ranks.gather(rewards).mean()),
+            "rollout/mean_reward": sum(total for _, total in shares) / args.batch_size,
             "rollout/resets": counters.episodes,
             "counters/train_steps": counters.update * num_steps,
             "counters/rollouts": counters.update,
@@ -1320,24 +1324,30 @@ def learn(
         logger.write("timing.csv", counters.global_step, {f"time/{name}": value for name, value in timing.items()})
         eta = (args.total_timesteps - counters.global_step) * counters.seconds / counters.global_step
         best = f"{counters.best_success_rate:.0%}" if counters.best_success_rate >= 0 else "?"  # before an evaluation
-        flags = "" if is_atari(args) else f"| flags {episodic[2]:>4.0%}, at best {best} "
-        logger.line(f"step {counters.global_step:>10,} | {sps:>7,.0f} steps/s | return {episodic[0]:>8.2f} {flags}| KL "
+        latest = episodic if ended else latest
+        flags = "" if is_atari(args) else f"| flags {latest[2]:>4.0%}, at best {best} "
+        logger.line(f"step {counters.global_step:>10,} | {sps:>7,.0f} steps/s | return {latest[0]:>8.2f} {flags}| KL "
                     f"{record['train/approx_kl']:.4f} | {eta / 60:.1f} min left")  # fmt: skip
 
         # --- evaluate ---------------------------------------------------------------------------------
         last = counters.update == args.num_updates
         if last or crossed(counters.global_step, args.batch_size, args.eval_every):
-            shown = partial(evaluate, render_mode="rgb_array" if args.capture_video else None)
-            shown_args = replace(args, video_episodes=max(5, args.video_episodes)) if last else args
-            evaluation = ranks.run_once(shown, agent, shown_args)
+            shown = replace(args, video_episodes=max(5, args.video_episodes)) if last else args
+            frames: list[np.ndarray] = []
+
+            def evaluate_and_film(shown: Args, frames: list[np.ndarray]) -> dict[str, Any]:
+                result = evaluate(agent, shown, render_mode="rgb_array" if args.capture_video else None)
+                frames += result.pop("frames")  # too much to send to every rank
+                return result
+
+            evaluation = ranks.run_once(evaluate_and_film, shown, frames)
             sampled = ranks.run_once(partial(evaluate, deterministic=False), agent, args)
             names = ("success_rate", "mean_return", "std_return", "mean_length")
             scores = {f"eval/{name}": evaluation[name] for name in names}
             scores |= {f"eval_sampled/{name}": sampled[name] for name in names}
             logger.write("eval.csv", counters.global_step, scores)
             if args.capture_video and ranks.rank == 0:
-                small = [np.asarray(frame)[::2, ::2] for frame in evaluation["frames"]]
-                log_video(logger, small, args.video_fps, counters.global_step)
+                log_video(logger, [frame[::2, ::2] for frame in frames], args.video_fps, counters.global_step)
             ranking = [np.nan_to_num(evaluation["success_rate"]).item(), evaluation["mean_return"]]
             if ranking > [counters.best_success_rate, counters.best_return]:
                 counters.best_success_rate, counters.best_return = ranking
@@ -1367,10 +1377,12 @@ def learn(
         with outlive_disk_errors(logdir.parent / "best"):
             ranking = [counters.best_success_rate, counters.best_return]  # in the order that best.pt is chosen by
             update_leaderboard(logdir, args, ranking, counters.global_step)
-        evaluation = {name.removeprefix("eval/"): column[-1] for name, column in read_csv(logdir / "eval.csv").items()}
-        score = f"mean return {evaluation['mean_return']:.1f}"
+        logged = read_csv(logdir / "eval.csv")  # has the last evaluation of a run that was finished before
+        evaluation = evaluation or {name.removeprefix("eval/"): column[-1] for name, column in logged.items()}
+        score = f"mean return {evaluation.get('mean_return', math.nan):.1f}"
         if not is_atari(args):
-            score = f"flag in {evaluation['success_rate']:.0%} (at best {counters.best_success_rate:.0%})"
+            rate = evaluation.get("success_rate", math.nan)
+            score = f"flag in {rate:.0%} (at best {counters.best_success_rate:.0%})"
         outcome = f"{score} of {args.eval_episodes} evaluation episodes; run folder"
     logger.line(f"{counters.global_step:,} steps in {counters.seconds:.0f} s, {outcome} {logdir}", final=True)
     return {"logdir": str(logdir), "signal": signum, **asdict(counters),
@@ -1409,6 +1421,7 @@ class PlayArgs:
 
 def play(play_args: PlayArgs) -> dict[str, Any]:
     """Play a checkpoint. Prints a line an episode and, as the last line, the summary as JSON that it returns."""
+    require(play_args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
     require(play_args, "at least 1", lambda x: x >= 1, "episodes", "gif_fps")
     if play_args.render and play_args.save_gif:
         raise UsageError("--render shows the episodes and --save-gif writes them: choose one.")
@@ -1449,8 +1462,9 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     return summary
 
 
-def explain(args: Args) -> None:
-    """Print the derived sizes, and the run's time as three updates in a scratch folder predict it."""
+def explain(args: Args) -> int | None:
+    """Print the derived sizes, and the run's time as three updates in a scratch folder predict it. Returns the signal
+    that ended these early, if one did."""
     if world_size() > 1:
         raise UsageError("--explain is for one process: leave torchrun out.")
     validate(args)
@@ -1460,11 +1474,14 @@ def explain(args: Args) -> None:
                         eval_every=0, eval_episodes=1, track=False, capture_video=False)  # fmt: skip
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            train(probe)
+            signum = train(probe)["signal"]
+        if signum:
+            return signum
         sps = read_csv(Path(scratch) / "run" / "timing.csv")["time/sps"][-1]
     print(output.getvalue().partition(", folder")[0].replace(": 3 updates", f": {args.num_updates} updates"))
     minutes = args.num_updates * args.batch_size / sps / 60
     print(f"{sps:,.0f} steps/s in a probe: about {minutes:.1f} minutes, and the evaluations")
+    return None
 
 
 def parse_args(argv: list[str]) -> Args:
@@ -1495,10 +1512,7 @@ def main(argv: list[str]) -> int:
             play(tyro.cli(PlayArgs, args=argv[1:], description=play.__doc__))
             return 0
         args = parse_args(argv)
-        if args.explain:
-            explain(args)
-            return 0
-        signum = train(args)["signal"]
+        signum = explain(args) if args.explain else train(args)["signal"]
         return 128 + signum if signum else 0
     except (UsageError, FloatingPointError) as error:
         if isinstance(error, FloatingPointError) or os.environ.get("RANK", "0") == "0":

@@ -260,10 +260,9 @@ def check_ranges(args: Args) -> None:
             f"--num-envs {args.num_envs} and minibatches of {args.minibatch_size} cannot be split evenly over {ranks} "
             "processes."
         )
-    if args.device != "cpu" and not (args.device.startswith("cuda") and torch.cuda.is_available()):
-        raise UsageError(
-            f"--device {args.device} is not available here; use cpu" + ", cuda." * torch.cuda.is_available()
-        )
+    devices = ["cpu", *["cuda"] * torch.cuda.is_available(), *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if args.device not in devices:
+        raise UsageError(f"--device {args.device} is not available here; use {' or '.join(devices)}.")
 
 
 def known_args(values: dict[str, Any]) -> Args:
@@ -276,6 +275,10 @@ def validate(args: Args) -> None:
     check_ranges(args)
     if args.env_id != "CAGE2-v0":
         raise UsageError(f"This script plays CAGE2-v0 alone, not {args.env_id!r}; leave --env-id out.")
+    if args.gamma == 1 and not args.finite_horizon:
+        raise UsageError(
+            "--gamma 1 makes the value of a game without an end infinite; add --finite-horizon, or lower it."
+        )
     require(args, "at least 1", lambda x: x >= 1, "max_steps")
     require(args, "positive", lambda x: x > 0, "reward_scale")
     require(args, "positive widths", lambda sizes: all(size > 0 for size in sizes), "hidden_sizes")
@@ -460,8 +463,8 @@ def ppo_gradients(agent: Agent, minibatch: Any, args: Args) -> tuple[list[torch.
 def flatten_parameters(network: list[nn.Parameter]) -> torch.Tensor:
     """Move parameters into one vector, which is returned, and make them views of it.
 
-    Clipping and Adam then handle one long tensor instead of a dozen short ones, which halves the cost of a step of
-    networks as small as these.
+    Clipping and Adam then handle one long tensor instead of a dozen short ones, which halves the cost of a small
+    network's step.
     """
     flat = torch.cat([p.detach().reshape(-1) for p in network])
     for p, part in zip(network, flat.split([p.numel() for p in network]), strict=True):
@@ -789,8 +792,9 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
             file.flush()
             os.fsync(file.fileno())
         if path.exists():
-            previous.unlink(missing_ok=True)
-            os.link(path, previous)
+            with contextlib.suppress(OSError):  # a file system without links: then there is no *.prev.pt
+                previous.unlink(missing_ok=True)
+                os.link(path, previous)
         os.replace(temporary, path)
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)  # until the folder is on the disk, the new name is not
@@ -949,7 +953,8 @@ def plot_curves(logdir: Path) -> None:
         return
     figure = matplotlib.figure.Figure(figsize=(13, 6), layout="constrained")
     for axis, name in zip(figure.subplots(2, 3).flat, panels, strict=True):
-        axis.plot(progress["global_step"], progress[name], lw=1)
+        measured = ~np.isnan(progress[name])  # in many a rollout no episode ends
+        axis.plot(progress["global_step"][measured], progress[name][measured], lw=1, label="training")
         if name == "rollout/episodic_return" and evaluation:
             mean, std = evaluation["eval/mean_return"], evaluation["eval/std_return"]
             axis.errorbar(evaluation["global_step"], mean, std, fmt="o-", ms=3, capsize=2, label="evaluation")
@@ -1273,19 +1278,20 @@ def learn(
                  "optimizer": moments, "ranks": ranks.gather_objects(own)}  # fmt: skip
         return ranks.rank == 0 and save_checkpoint(logdir / name, state)
 
-    logger = Logger(logdir, counters.global_step, silent=ranks.rank > 0)
-    if checkpoint is None:
-        save("latest.pt")  # from here on a killed run can be resumed
     if args.track and ranks.rank == 0:
         import wandb
 
         wandb.init(project=SCRIPT, name=logdir.name, config=asdict(args), sync_tensorboard=True)
+    logger = Logger(logdir, counters.global_step, silent=ranks.rank > 0)
+    if checkpoint is None:
+        save("latest.pt")  # from here on a killed run can be resumed
 
     def received_signal() -> int | None:
         """A signal that any of the ranks has received: all must leave the loop together."""
         return next((number for number in ranks.gather_objects(interrupt.signum) if number), None)
 
     evaluation: dict[str, Any] = {}
+    latest_return = math.nan  # of the last rollout in which an episode ended
     signum = received_signal()
     while counters.update < args.num_updates and not counters.compliant and signum is None:
         started = time.perf_counter()
@@ -1415,8 +1421,9 @@ def learn(
         logger.write("timing.csv", counters.global_step, {f"time/{name}": value for name, value in timing.items()})
         eta = (args.total_timesteps - counters.global_step) * counters.seconds / counters.global_step
         best = f"{counters.best_return:.2f}" if counters.best_return > -math.inf else "?"  # before an evaluation
+        latest_return = episodic["episodic_return"] if ended else latest_return
         logger.line(f"step {counters.global_step:>10,} | {sps:>7,.0f} steps/s | return "
-                    f"{episodic['episodic_return']:>9.2f} | best evaluation {best:>9} | KL "
+                    f"{latest_return:>9.2f} | best evaluation {best:>9} | KL "
                     f"{record['train/approx_kl']:.4f} | {eta / 60:.1f} min left")  # fmt: skip
 
         # --- evaluate ---------------------------------------------------------------------------------
@@ -1427,7 +1434,7 @@ def learn(
                 evaluated = ranks.run_once(evaluate, agent, args)
                 counters.compliant = evaluated["compliance"] >= threshold
         last = counters.update == args.num_updates or counters.compliant
-        if last or crossed(counters.global_step, args.batch_size, args.eval_every):
+        if last or evaluated or crossed(counters.global_step, args.batch_size, args.eval_every):
             evaluation = evaluated or ranks.run_once(evaluate, agent, args)
             names = ["score", "mean_return", "std_return", "mean_length"] + ["compliance"] * bool(args.workflow)
             scores = {f"eval/{name}": evaluation[name] for name in names}
@@ -1462,8 +1469,9 @@ def learn(
     else:
         with outlive_disk_errors(logdir.parent / "best"):
             update_leaderboard(logdir, args, counters.best_return, counters.global_step)
-        evaluation = {name.removeprefix("eval/"): column[-1] for name, column in read_csv(logdir / "eval.csv").items()}
-        outcome = f"score {evaluation['score']:.2f}, best {counters.best_return:.2f}; run folder"
+        logged = read_csv(logdir / "eval.csv")  # has the last evaluation of a run that was finished before
+        evaluation = evaluation or {name.removeprefix("eval/"): column[-1] for name, column in logged.items()}
+        outcome = f"score {evaluation.get('score', math.nan):.2f}, best {counters.best_return:.2f}; run folder"
     logger.line(f"{counters.global_step:,} steps in {counters.seconds:.0f} s, {outcome} {logdir}", final=True)
     return {"logdir": str(logdir), "signal": signum, **asdict(counters),
             "score": evaluation.get("score", math.nan)}  # fmt: skip
@@ -1477,18 +1485,18 @@ class SearchArgs:
     logdir: str | None = None
     """folder of the search; default runs/search__{red agent}__{seed}__{time}"""
     resume: bool = False
-    """continue the search in --logdir with the arguments it was started with, and --n-workflows"""
+    """continue the search in --logdir with the arguments it was started with; only --n-workflows may change"""
     seed: int = 1
     """seed of the first orders and of all training"""
-    red_agent: Literal["mixed", "b_line", "meander", "sleep"] = "meander"
-    """who attacks, if --shared does not say"""
-    version: Literal["leaderboard", "head"] = "leaderboard"
-    """rules, if --shared does not say"""
+    red_agent: Literal["mixed", "b_line", "meander", "sleep"] | None = None
+    """who attacks; default: as in the training of --shared, or meander"""
+    version: Literal["leaderboard", "head"] | None = None
+    """rules; default: as in the training of --shared, or leaderboard"""
 
     # --- the policies
     shared: str | None = None
-    """checkpoint of a run with --workflow any that each order's policy starts from; its environment is that of the
-    search. Default: train one first"""
+    """checkpoint of a run with --workflow any: its environment is that of the search, and its policy is what each
+    order's starts from (with --warm-start shared). Default: train one first"""
     shared_timesteps: int = 5_000_000
     """environment steps of that training"""
     fresh_policy_per_order: bool = False
@@ -1612,28 +1620,45 @@ def search(args: SearchArgs) -> int | None:
     Writes history.json, search.csv, search.png and a run folder an order; a search that was killed, be it in the
     middle of an order's training, goes on with --resume. Returns the signal that ended it early, if one did.
     """
-    default = f"runs/search__{args.red_agent}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    logdir, history = Path(args.logdir or default), []
-    file = logdir / "history.json"
-    if args.resume:
-        if args.logdir is None or not file.is_file():
-            raise UsageError(f"--resume needs --logdir, the folder of a search to continue; {file} does not exist.")
-        saved = json.loads(file.read_text())
-        args, history = replace(SearchArgs(**saved["args"]), n_workflows=args.n_workflows), saved["history"]
-    elif file.exists():
-        raise UsageError(f"{logdir} already holds a search: continue it with --resume, or choose another --logdir.")
     validate_search(args)
-    base = Args(red_agent=args.red_agent, version=args.version, workflow="any")
+    base = Args(red_agent=args.red_agent or "meander", version=args.version or "leaderboard", workflow="any")
     if args.shared is not None:
-        base = known_args(load_checkpoint(Path(args.shared))["args"])
+        base = replace(known_args(load_checkpoint(Path(args.shared))["args"]), track=False)
         if base.workflow != "any":
             raise UsageError(f"--shared {args.shared} was not trained with --workflow any, but {base.workflow}.")
+    default = f"runs/search__{base.red_agent}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    logdir, history = Path(args.logdir or default), []
+    if args.resume:
+        saved = saved_search(logdir)
+        history = saved["history"]
+        for name in {*saved["args"]} - {"n_workflows", "logdir", "resume"}:
+            if getattr(args, name) != saved["args"][name]:
+                values = f"from {saved['args'][name]} to {getattr(args, name)}"
+                raise UsageError(f"search --resume cannot change {flag(name)} {values}.")
+    elif (logdir / "history.json").exists():
+        raise UsageError(f"{logdir} already holds a search: continue it with --resume, or choose another --logdir.")
     logdir.mkdir(parents=True, exist_ok=True)
     interrupt = Interrupt()
     try:
         return explore(args, base, logdir, history, interrupt)
     finally:
         interrupt.restore()
+
+
+def saved_search(logdir: Path) -> dict[str, Any]:
+    """The arguments and the history of the search in a folder. Raises UsageError if there is none."""
+    file = logdir / "history.json"
+    if not file.is_file():
+        raise UsageError(f"--resume needs --logdir, the folder of a search to continue; {file} does not exist.")
+    return json.loads(file.read_text())
+
+
+def parse_search_args(argv: list[str]) -> SearchArgs:
+    """Defaults, or the arguments of the search to --resume, then flags."""
+    args = tyro.cli(SearchArgs, args=argv, description=search.__doc__)
+    if args.resume and args.logdir is not None:
+        args = tyro.cli(SearchArgs, args=argv, default=SearchArgs(**saved_search(Path(args.logdir))["args"]))
+    return args
 
 
 def explore(
@@ -1651,7 +1676,7 @@ def explore(
     if shared is None and args.warm_start == "shared" and not args.fresh_policy_per_order:
         shared = logdir / "shared" / "latest.pt"
         run = replace(base, seed=args.seed, logdir=str(shared.parent), total_timesteps=args.shared_timesteps)
-        interrupt.signum = train(replace(run, resume=shared.exists()))["signal"]
+        interrupt.signum = train(replace(run, resume=shared.exists()))["signal"] or interrupt.signum
     while len(history) < args.n_workflows and interrupt.signum is None:
         order, start = next_order(args, history), shared
         if args.fresh_policy_per_order or (args.warm_start != "shared" and not history):
@@ -1731,6 +1756,14 @@ def plot_search(args: SearchArgs, history: list[dict[str, Any]], path: Path) -> 
 
 def validate_search(args: SearchArgs) -> None:
     """Raise UsageError for a search that cannot work."""
+    if world_size() > 1:
+        raise UsageError("search is for one process: leave torchrun out.")
+    if args.resume and args.logdir is None:
+        raise UsageError("--resume needs --logdir, the folder of the search to continue.")
+    if args.shared is not None and (args.red_agent or args.version):
+        raise UsageError("--shared says who attacks and by which rules: leave --red-agent and --version out.")
+    if args.fresh_policy_per_order and args.warm_start != "shared":
+        raise UsageError(f"--fresh-policy-per-order and --warm-start {args.warm_start} exclude each other.")
     require(args, "at least 1", lambda x: x >= 1, "n_envs", "update_every_steps", "train_episodes_per_env", "n_start",
             "eval_episodes", "shared_timesteps")  # fmt: skip
     require(args, f"in 1..{len(ORDERS)}", lambda x: 1 <= x <= len(ORDERS), "n_workflows")
@@ -1779,6 +1812,7 @@ class PlayArgs:
 def play(play_args: PlayArgs) -> dict[str, Any]:
     """Play a checkpoint. Prints the returns (of the first 20 episodes against each red agent), what Blue and Red did
     and, as the last line, the summary as JSON that it returns."""
+    require(play_args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
     require(play_args, "at least 1", lambda x: x >= 1, "episodes", "gif_fps", "max_steps")
     logdir = Path(play_args.logdir)
     name = play_args.checkpoint
@@ -1843,7 +1877,8 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     print("\n" + "\n".join(f"{name:<12} {mean:>8.2f} +- {error:.2f}" for name, (mean, error) in cells.items()))
     error = float(np.std(everything, ddof=1) / math.sqrt(len(everything))) if len(everything) > 1 else None
     summary = {"mean_return": float(np.mean(everything)), "standard_error": error, "returns": everything,
-               "cells": cells, "score": sum(mean for mean, _ in cells.values()),
+               "cells": {name: [mean, None if math.isnan(error) else error] for name, (mean, error) in cells.items()},
+               "score": sum(mean for mean, _ in cells.values()),
                **(fix_metrics(np.array(fixes)) if fixes else {})}  # fmt: skip
     print(json.dumps(summary))
     return summary
@@ -1879,8 +1914,9 @@ def plot_actions(frequencies: np.ndarray, path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
-def explain(args: Args) -> None:
-    """Print the derived sizes, and the run's time as three updates in a scratch folder predict it."""
+def explain(args: Args) -> int | None:
+    """Print the derived sizes, and the run's time as three updates in a scratch folder predict it. Returns the signal
+    that ended these early, if one did."""
     if world_size() > 1:
         raise UsageError("--explain is for one process: leave torchrun out.")
     validate(args)
@@ -1890,11 +1926,14 @@ def explain(args: Args) -> None:
                         eval_every=0, eval_episodes=1, track=False, capture_video=False)  # fmt: skip
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            train(probe)
+            signum = train(probe)["signal"]
+        if signum:
+            return signum
         sps = read_csv(Path(scratch) / "run" / "timing.csv")["time/sps"][-1]
     print(output.getvalue().partition(", folder")[0].replace(": 3 updates", f": {args.num_updates} updates"))
     minutes = args.num_updates * args.batch_size / sps / 60
     print(f"{sps:,.0f} steps/s in a probe: about {minutes:.1f} minutes, and the evaluations")
+    return None
 
 
 def parse_args(argv: list[str]) -> Args:
@@ -1925,13 +1964,10 @@ def main(argv: list[str]) -> int:
             play(tyro.cli(PlayArgs, args=argv[1:], description=play.__doc__))
             return 0
         if argv[:1] == ["search"]:
-            signum = search(tyro.cli(SearchArgs, args=argv[1:], description=search.__doc__))
+            signum = search(parse_search_args(argv[1:]))
             return 128 + signum if signum else 0
         args = parse_args(argv)
-        if args.explain:
-            explain(args)
-            return 0
-        signum = train(args)["signal"]
+        signum = explain(args) if args.explain else train(args)["signal"]
         return 128 + signum if signum else 0
     except (UsageError, FloatingPointError) as error:
         if isinstance(error, FloatingPointError) or os.environ.get("RANK", "0") == "0":

@@ -137,7 +137,7 @@ class Args:
     gae_lambda: float = 0.95
     """lambda of generalised advantage estimation: 0 trusts the critic, 1 the sampled return"""
     average_reward: bool = False
-    """maximise the long-run average reward instead of the discounted return (gamma is then 1)"""
+    """maximise the long-run average reward, resets included, instead of the discounted return (gamma is then 1)"""
     average_reward_rate: float = 0.1
     """share of the newest rollout in the running average reward"""
     num_minibatches: int = 32
@@ -261,10 +261,9 @@ def check_ranges(args: Args) -> None:
             f"--num-envs {args.num_envs} and minibatches of {args.minibatch_size} cannot be split evenly over {ranks} "
             "processes."
         )
-    if args.device != "cpu" and not (args.device.startswith("cuda") and torch.cuda.is_available()):
-        raise UsageError(
-            f"--device {args.device} is not available here; use cpu" + ", cuda." * torch.cuda.is_available()
-        )
+    devices = ["cpu", *["cuda"] * torch.cuda.is_available(), *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if args.device not in devices:
+        raise UsageError(f"--device {args.device} is not available here; use {' or '.join(devices)}.")
 
 
 def validate(args: Args) -> None:
@@ -273,6 +272,8 @@ def validate(args: Args) -> None:
     if args.env_id not in gym.registry:
         close = difflib.get_close_matches(args.env_id, [*TASKS, *gym.registry], n=1, cutoff=0.0)
         raise UsageError(f"There is no environment {args.env_id!r}; did you mean {close[0]}?")
+    if args.env_id not in TASKS:
+        check_environment(args.env_id)
     if args.vec_env == "batch" and args.env_id not in TASKS:
         raise UsageError(f"--vec-env batch steps {', '.join(TASKS)}; use --vec-env subproc for {args.env_id}.")
     if args.gamma == 1 and not args.average_reward:
@@ -287,13 +288,29 @@ def validate(args: Args) -> None:
     if args.critic_learning_rate is not None and args.optimizer == "shared":
         raise UsageError("--critic-learning-rate needs --optimizer separate.")
     if args.capture_video:
-        try:
-            vec_env = make_envs(replace(args, num_envs=1), training=False, render_mode="rgb_array")
-            vec_env.reset()
-            PIL.Image.fromarray(np.asarray(vec_env.render())[0])
-            vec_env.close()
-        except Exception as error:  # the environment draws no pictures, or this machine cannot
-            raise UsageError(f"--capture-video: there are no pictures of {args.env_id} here ({error!r:.99}).") from None
+        check_pictures(args)
+
+
+def check_environment(env_id: str) -> None:
+    """Raise UsageError if an environment cannot be made here, or is none for this script."""
+    try:
+        with contextlib.closing(make(env_id)) as env:
+            spaces = (env.observation_space, env.action_space)
+    except Exception as error:  # a package is missing, or a version has been withdrawn
+        raise UsageError(f"{env_id} cannot be made here ({str(error).partition(chr(10))[0]:.150}).") from None
+    if not all(isinstance(space, gym.spaces.Box) and len(space.shape) == 1 for space in spaces):
+        raise UsageError(f"This script needs one-dimensional Box observations and actions; {env_id} has {spaces}.")
+
+
+def check_pictures(args: Args) -> None:
+    """Raise UsageError if the environment draws no pictures, or this machine cannot."""
+    try:
+        vec_env = make_envs(replace(args, num_envs=1), training=False, render_mode="rgb_array")
+        vec_env.reset()
+        PIL.Image.fromarray(np.asarray(vec_env.render())[0])
+        vec_env.close()
+    except Exception as error:
+        raise UsageError(f"There are no pictures of {args.env_id} here ({error!r:.99}).") from None
 
 
 # ==========================================================================================================
@@ -466,8 +483,8 @@ def ppo_gradients(agent: Agent, minibatch: Any, args: Args) -> tuple[list[torch.
 def flatten_parameters(network: list[nn.Parameter]) -> torch.Tensor:
     """Move parameters into one vector, which is returned, and make them views of it.
 
-    Clipping and Adam then handle one long tensor instead of a dozen short ones, which halves the cost of a step of
-    networks as small as these.
+    Clipping and Adam then handle one long tensor instead of a dozen short ones, which halves the cost of a small
+    network's step.
     """
     flat = torch.cat([p.detach().reshape(-1) for p in network])
     for p, part in zip(network, flat.split([p.numel() for p in network]), strict=True):
@@ -541,10 +558,6 @@ def make_envs(
         vec_env = MujocoBatchVecEnv(args.env_id, args.num_envs, num_threads=args.num_workers, **make_kwargs)
     else:
         vec_env = SubprocVecEnv(env_fns, num_workers=args.num_workers, autoreset_mode=AutoresetMode.SAME_STEP)
-    spaces = (vec_env.single_observation_space, vec_env.single_action_space)
-    if not all(isinstance(space, gym.spaces.Box) and len(space.shape) == 1 for space in spaces):
-        vec_env.close()
-        raise UsageError(f"This script needs one-dimensional Box observations and actions; {args.env_id} has {spaces}.")
     if args.norm_obs:  # details 28, 29
         vec_env = NormalizeObservation(vec_env, training, clip=args.clip_obs, gather=gather)
     if args.norm_reward and training:  # details 30, 31
@@ -654,8 +667,9 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
             file.flush()
             os.fsync(file.fileno())
         if path.exists():
-            previous.unlink(missing_ok=True)
-            os.link(path, previous)
+            with contextlib.suppress(OSError):  # a file system without links: then there is no *.prev.pt
+                previous.unlink(missing_ok=True)
+                os.link(path, previous)
         os.replace(temporary, path)
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)  # until the folder is on the disk, the new name is not
@@ -805,7 +819,8 @@ def plot_curves(logdir: Path) -> None:
         return
     figure = matplotlib.figure.Figure(figsize=(13, 6), layout="constrained")
     for axis, name in zip(figure.subplots(2, 3).flat, panels, strict=True):
-        axis.plot(progress["global_step"], progress[name], lw=1)
+        measured = ~np.isnan(progress[name])  # in many a rollout no episode ends
+        axis.plot(progress["global_step"][measured], progress[name][measured], lw=1, label="training")
         if name == "rollout/episodic_return" and evaluation:
             mean, std = evaluation["eval/mean_return"], evaluation["eval/std_return"]
             axis.errorbar(evaluation["global_step"], mean, std, fmt="o-", ms=3, capsize=2, label="evaluation")
@@ -1148,6 +1163,7 @@ def learn(
         return next((number for number in ranks.gather_objects(interrupt.signum) if number), None)
 
     evaluation: dict[str, Any] = {}
+    latest_return = math.nan  # of the last rollout in which an episode ended
     signum = received_signal()
     while counters.update < args.num_updates and signum is None:
         started = time.perf_counter()
@@ -1201,14 +1217,13 @@ def learn(
         check_finite(logdir, first_env, actions, obs=obs, rewards=rewards, next_values=next_values)
 
         # --- advantages -------------------------------------------------------------------------------
-        gamma, targets = args.gamma, rewards
+        gamma, targets, ends = args.gamma, rewards, terminations
         if args.average_reward:  # differential values: delta = r - rho + V(s') - V(s)
+            ends = torch.zeros_like(terminations)  # life goes on after a fall: s' is the state of the reset
             weight = args.average_reward_rate if counters.update > 1 else 1.0
             counters.average_reward += weight * (float(ranks.gather(rewards).mean()) - counters.average_reward)
             gamma, targets = 1.0, rewards - counters.average_reward
-        advantages, returns = compute_gae(
-            targets, values, next_values, terminations, truncations, gamma, args.gae_lambda
-        )
+        advantages, returns = compute_gae(targets, values, next_values, ends, truncations, gamma, args.gae_lambda)
         b_obs, b_actions, b_log_probs, b_values, b_advantages, b_returns = map(
             ranks.gather, (obs, actions, log_probs, values, advantages, returns)
         )
@@ -1281,8 +1296,9 @@ def learn(
         logger.write("timing.csv", counters.global_step, {f"time/{name}": value for name, value in timing.items()})
         eta = (args.total_timesteps - counters.global_step) * counters.seconds / counters.global_step
         best = f"{counters.best_return:.2f}" if counters.best_return > -math.inf else "?"  # before an evaluation
+        latest_return = episodic["episodic_return"] if ended else latest_return
         logger.line(f"step {counters.global_step:>10,} | {sps:>7,.0f} steps/s | return "
-                    f"{episodic['episodic_return']:>9.2f} | best evaluation {best:>9} | KL "
+                    f"{latest_return:>9.2f} | best evaluation {best:>9} | KL "
                     f"{record['train/approx_kl']:.4f} | {eta / 60:.1f} min left")  # fmt: skip
 
         # --- evaluate ---------------------------------------------------------------------------------
@@ -1321,8 +1337,10 @@ def learn(
     else:
         with outlive_disk_errors(logdir.parent / "best"):
             update_leaderboard(logdir, args, counters.best_return, counters.global_step)
-        evaluation = {name.removeprefix("eval/"): column[-1] for name, column in read_csv(logdir / "eval.csv").items()}
-        outcome = f"evaluation {evaluation['mean_return']:.1f} +- {evaluation['std_return']:.1f}; run folder"
+        logged = read_csv(logdir / "eval.csv")  # has the last evaluation of a run that was finished before
+        evaluation = evaluation or {name.removeprefix("eval/"): column[-1] for name, column in logged.items()}
+        mean_return, std_return = (evaluation.get(name, math.nan) for name in ("mean_return", "std_return"))
+        outcome = f"evaluation {mean_return:.1f} +- {std_return:.1f}; run folder"
     logger.line(f"{counters.global_step:,} steps in {counters.seconds:.0f} s, {outcome} {logdir}", final=True)
     mean_rewards = read_csv(logdir / "progress.csv").get("rollout/mean_reward", np.zeros(0))
     return {"logdir": str(logdir), "signal": signum, **asdict(counters), "stable": is_stable(-mean_rewards),
@@ -1356,6 +1374,7 @@ class PlayArgs:
 
 def play(play_args: PlayArgs) -> dict[str, Any]:
     """Play a checkpoint. Prints a line an episode and, as the last line, the summary as JSON that it returns."""
+    require(play_args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
     require(play_args, "at least 1", lambda x: x >= 1, "episodes", "gif_fps")
     if play_args.render and play_args.save_gif:
         raise UsageError("--render shows the episodes and --save-gif writes them: choose one.")
@@ -1363,6 +1382,8 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     name = play_args.checkpoint
     checkpoint = load_checkpoint(logdir / f"{name}.pt" if name in ("best", "latest") else Path(name))
     args = replace(known_args(checkpoint["args"]), eval_episodes=1, num_envs=1, device="cpu")
+    if play_args.save_gif:
+        check_pictures(args)
     vec_env = make_envs(args, training=False)
     agent = Agent(vec_env, args)
     vec_env.close()
@@ -1386,8 +1407,9 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     return summary
 
 
-def explain(args: Args) -> None:
-    """Print the derived sizes, and the run's time as three updates in a scratch folder predict it."""
+def explain(args: Args) -> int | None:
+    """Print the derived sizes, and the run's time as three updates in a scratch folder predict it. Returns the signal
+    that ended these early, if one did."""
     if world_size() > 1:
         raise UsageError("--explain is for one process: leave torchrun out.")
     validate(args)
@@ -1397,11 +1419,14 @@ def explain(args: Args) -> None:
                         eval_every=0, eval_episodes=1, track=False, capture_video=False)  # fmt: skip
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            train(probe)
+            signum = train(probe)["signal"]
+        if signum:
+            return signum
         sps = read_csv(Path(scratch) / "run" / "timing.csv")["time/sps"][-1]
     print(output.getvalue().partition(", folder")[0].replace(": 3 updates", f": {args.num_updates} updates"))
     minutes = args.num_updates * args.batch_size / sps / 60
     print(f"{sps:,.0f} steps/s in a probe: about {minutes:.1f} minutes, and the evaluations")
+    return None
 
 
 def parse_args(argv: list[str]) -> Args:
@@ -1432,10 +1457,7 @@ def main(argv: list[str]) -> int:
             play(tyro.cli(PlayArgs, args=argv[1:], description=play.__doc__))
             return 0
         args = parse_args(argv)
-        if args.explain:
-            explain(args)
-            return 0
-        signum = train(args)["signal"]
+        signum = explain(args) if args.explain else train(args)["signal"]
         return 128 + signum if signum else 0
     except (UsageError, FloatingPointError) as error:
         if isinstance(error, FloatingPointError) or os.environ.get("RANK", "0") == "0":

@@ -78,7 +78,7 @@ class AtariGame(gym.Wrapper):
                 max_num_frames_per_episode=max_episode_steps * skip or MAX_FRAMES,
                 render_mode=render_mode,
             ).unwrapped
-        except gym.error.UnregisteredEnv as error:
+        except gym.error.Error as error:  # no such game, a version that was withdrawn, not a name at all
             raise AtariError(str(error)) from None
         preprocessing = AtariPreprocessing(game, noop_max, skip, SIDE)  # details 14, 15 and 18
         super().__init__(preprocessing)

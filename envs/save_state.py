@@ -30,8 +30,8 @@ def make(env_id: str, **kwargs: Any) -> gym.Env:
 class SaveState(gym.Wrapper):
     """Offers the state of an environment and of all its wrappers (the time limit's counter) as one.
 
-    `state` is a property as well, because Gymnasium's vector environments read and write attributes. Every access
-    raises TypeError for an environment that cannot be saved.
+    `state` is a property as well, because Gymnasium's vector environments read and write attributes. For an environment
+    that cannot be saved it is None (an exception would end Gymnasium's worker), while the methods raise TypeError.
     """
 
     def get_state(self) -> dict[str, Any]:
@@ -48,7 +48,16 @@ class SaveState(gym.Wrapper):
         for wrapper, attributes in zip(wrappers, state["wrappers"], strict=True):
             vars(wrapper).update(attributes)
 
-    state = property(get_state, set_state)
+    @property
+    def state(self) -> dict[str, Any] | None:
+        try:
+            return self.get_state()
+        except TypeError:
+            return None
+
+    @state.setter
+    def state(self, state: dict[str, Any]) -> None:
+        self.set_state(state)
 
 
 def _layers(env: gym.Env) -> tuple[Any, list[gym.Wrapper]]:
@@ -89,8 +98,11 @@ def _arrays(data: mujoco.MjData) -> dict[str, np.ndarray]:
 
 def get_vector_state(vec_env: VectorEnv) -> Any:
     """The state of a vector environment, ours or Gymnasium's over environments from `make`; None if it has none."""
+    if not hasattr(vec_env, "get_state"):
+        states = list(vec_env.get_attr("state"))  # type: ignore[attr-defined]
+        return None if any(state is None for state in states) else states
     try:
-        return vec_env.get_state() if hasattr(vec_env, "get_state") else list(vec_env.get_attr("state"))  # type: ignore[attr-defined]
+        return vec_env.get_state()
     except TypeError:
         return None
 

@@ -181,6 +181,9 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_an_unknown_game_is_refused_with_the_closest_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert script.main(["--env-id", "ALE/Breakou-v5"]) == 2
     assert "Did you mean: `Breakout`?" in capsys.readouterr().err
+    for flags in (["ALE/Breakout-v4"], ["ALE/"], ["ALE/not a name"], ["ALE/Pong-v5", "--frame-stack", "0"]):
+        assert script.main(["--env-id", *flags]) == 2
+        assert capsys.readouterr().err.startswith("error: ")
 
 
 @pytest.mark.parametrize(

@@ -503,6 +503,10 @@ def test_two_ranks_with_workflows_learn_what_one_process_would(cage2: ModuleType
         (["search", "--resume"], ["--resume", "--logdir"]),
         (["search", "--shared", "results/cage2_best.pt"], ["cage2_best.pt", "--workflow any"]),
         (["search", "--gp-beta", "-1"], ["--gp-beta", "-1"]),
+        (["search", "--shared", "x.pt", "--red-agent", "b_line"], ["--shared", "--red-agent"]),
+        (["search", "--fresh-policy-per-order", "--warm-start", "last"], ["--fresh-policy-per-order", "last"]),
+        (["--gamma", "1"], ["--gamma 1", "--finite-horizon"]),
+        (["play", "--seed", "-1"], ["--seed", "-1"]),
     ],
 )
 def test_mistakes_are_refused_in_one_sentence(
@@ -652,7 +656,7 @@ def test_a_search_killed_in_the_middle_of_an_order_goes_on_and_ends_alike(
     (second,) = broken.glob("002_*")
     assert 0 < cage2.load_latest(second, "cpu")["counters"]["global_step"] < 960
     assert len(json.loads((broken / "history.json").read_text())["history"]) == 1
-    assert wait(fork(work(broken, resume=True, seed=77), tmp_path / "out")) == 0
+    assert wait(fork(work(broken, resume=True), tmp_path / "out")) == 0
     ended, unbroken = (json.loads((d / "history.json").read_text())["history"] for d in (broken, whole))
     assert_same(without_times(ended), without_times(unbroken))
     assert len({entry["workflow"] for entry in ended}) == 4
@@ -675,7 +679,13 @@ def test_a_search_prints_the_five_best_and_can_be_extended(
     assert all(cage2.load_checkpoint(Path(entry["checkpoint"]))["args"]["init_from"] is None for entry in history)
     with pytest.raises(cage2.UsageError, match="already holds a search"):
         cage2.search(args)
-    cage2.search(search_args(cage2, tmp_path / "s", shared, n_workflows=3, resume=True))
+    resume = ["search", "--resume", "--logdir", str(tmp_path / "s")]
+    assert cage2.main(resume) == 0  # nothing is left to do, and nothing changes
+    again = json.loads((tmp_path / "s" / "history.json").read_text())
+    assert (again["history"], again["args"]["n_workflows"]) == (history, 2)
+    assert cage2.main([*resume, "--seed", "77"]) == 2
+    assert "search --resume cannot change --seed from 1 to 77" in capsys.readouterr().err
+    assert cage2.main([*resume, "--n-workflows", "3"]) == 0
     extended = json.loads((tmp_path / "s" / "history.json").read_text())["history"]
     assert extended[:2] == history
     assert len(extended) == 3

@@ -59,6 +59,19 @@ def test_the_checkpoint_before_is_kept(script: ModuleType, tmp_path: Path) -> No
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest.prev.pt", "latest.pt"]
 
 
+def test_a_file_system_without_links_costs_the_one_before_only(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_links(*args: Any) -> None:
+        raise OSError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(script.os, "link", no_links)
+    for number in range(3):
+        assert script.save_checkpoint(tmp_path / "latest.pt", state_of(script, number))
+    assert script.load_checkpoint(tmp_path / "latest.pt")["number"] == 2
+    assert [p.name for p in tmp_path.iterdir()] == ["latest.pt"]
+
+
 def refused(script: ModuleType, path: Path) -> str:
     """The one sentence with which a file is refused."""
     with pytest.raises(script.UsageError) as error:

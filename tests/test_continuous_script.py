@@ -152,7 +152,9 @@ WRONG = {
     "--average-reward-rate 2 --average-reward --no-norm-reward": "--average-reward-rate",
     "--seed 4294967296": "--seed must be in [0, 2**32)",
     "--num-steps 1 --num-envs 64 --norm-adv-scope per_env": "per_env would normalise single advantages",
-    "--configs queue --capture-video": "--capture-video: there are no pictures of TwoQueue-v0 here",
+    "--configs queue --capture-video": "There are no pictures of TwoQueue-v0 here",
+    "--env-id Ant-v3": "Ant-v3 cannot be made here",
+    "play --logdir /nowhere --seed -1": "--seed must be in [0, 2**32), not -1",
     "play --logdir /nowhere --render --save-gif": "--render shows the episodes and --save-gif writes them",
     "--num-envs many": "--num-envs",
     "--no-such-flag": "no-such-flag",
@@ -485,6 +487,21 @@ def test_average_reward_mode_subtracts_a_running_average_and_does_not_discount(
     assert rho < -0.5
 
 
+def test_with_an_average_reward_life_goes_on_after_a_fall(
+    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a fall would be worth the average, and so more than a hard step: the value of 0 is that of earning rho."""
+    calls = spy(monkeypatch, continuous, "compute_gae")
+    values = {"env_id": "Hopper-v5", "total_timesteps": 128, "num_steps": 64, "num_envs": 2, "reset_steps": None}
+    run_tiny(average_reward=True, norm_reward=False, **values)
+    (_, v, next_v, terminations, truncations, _, _), _ = calls[0]
+    assert not terminations.any()
+    assert not truncations.any()
+    torch.testing.assert_close(next_v[:-1], v[1:])  # across falls too
+    run_tiny(**values)
+    assert calls[1][0][3].any()  # there were some
+
+
 @pytest.mark.parametrize("scope", ["batch", "per_env"])
 def test_advantages_are_normalized_over_the_scope(
     continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch, scope: str
@@ -731,6 +748,14 @@ def test_play_without_a_run_says_so(run_main: Main, finished: Path, tmp_path: Pa
         assert named in err
         assert err.startswith("error: ")
         assert err.count("\n") == 1
+
+
+def test_play_says_that_there_are_no_pictures(run_tiny: Run, run_main: Main) -> None:
+    logdir = run_tiny(env_id="TwoQueue-v0", reset_steps=10)["logdir"]
+    code, _, err = run_main("play", "--logdir", logdir, "--save-gif")
+    assert code == 2
+    assert "There are no pictures of TwoQueue-v0 here" in err
+    assert err.count("\n") == 1
 
 
 def test_play_refuses_to_play_no_episodes(run_main: Main, finished: Path) -> None:

@@ -422,6 +422,6 @@ def test_frames_stand_side_by_side_and_the_ended_episode_shows_its_last(tmp_path
 def test_mario_learns_to_get_further(backend: Any, tmp_path: Path) -> None:
     require(backend)
     args = mario.Args(total_timesteps=20_480, eval_every=0, eval_episodes=2, capture_video=False, backend=backend)
-    mario.train(mario.replace(args, logdir=str(tmp_path / "run")))
+    mario.train(mario.replace(args, num_steps=64, num_minibatches=8, logdir=str(tmp_path / "run")))
     returns = mario.read_csv(tmp_path / "run" / "progress.csv")["rollout/episodic_return"]
     assert np.mean(returns[-2:]) > 1.5 * returns[0]

@@ -199,6 +199,9 @@ BUGS = {
     "the average-reward mode discounts": Bug(
         "gamma, targets = 1.0, rewards", "gamma, targets = args.gamma, rewards", LOOP + "test_average_reward_mode"
     ),
+    "a fall ends the average-reward mode's life": Bug(
+        "ends = torch.zeros_like(terminations)", "ends = terminations", LOOP + "test_with_an_average_reward_life"
+    ),
     "evaluation samples its actions": Bug(
         "if not deterministic:", "if deterministic:", LOOP + "test_evaluation_takes_the_mode_of_the_policy"
     ),

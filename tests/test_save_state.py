@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import numpy as np
 import pytest
+from gymnasium.vector import AsyncVectorEnv, SyncVectorEnv
 
-from envs.save_state import make
+from envs.save_state import get_vector_state, make
+from envs.subproc_vec_env import SubprocVecEnv
 
 
 @pytest.mark.parametrize("env_id", ["HalfCheetah-v5", "Ant-v5", "Hopper-v5"])
@@ -26,3 +31,12 @@ def test_a_restored_simulation_goes_on_bit_for_bit(env_id: str) -> None:
             np.testing.assert_array_equal(env.reset()[0], other.reset()[0])
     env.close()
     other.close()
+
+
+@pytest.mark.parametrize("vector", [AsyncVectorEnv, SyncVectorEnv, SubprocVecEnv])
+def test_an_environment_that_cannot_be_saved_has_no_state_and_lives_on(vector: Any) -> None:
+    vec_env = vector([partial(make, "Pendulum-v1")] * 2)
+    vec_env.reset(seed=1)
+    assert get_vector_state(vec_env) is None
+    vec_env.step(np.zeros((2, 1), np.float32))
+    vec_env.close()
