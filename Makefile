@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: train test slow lint format fceumm bench clean
+.PHONY: setup train test slow lint format fceumm atari bench clean
 
 BENCHMARKS := vec_env scaling cage2 cage2_loop cage2_learning cage2_workflows mujoco_env mujoco_loop mujoco_learning mario_env mario_loop mario_learning seeds distributed
 
@@ -11,6 +11,8 @@ $(VENV)/.ready: requirements.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@
+
+setup: $(VENV)/.ready   ## what all others do first
 
 train: $(VENV)/.ready   ## HalfCheetah learns to run: about two minutes on two cores
 	$(BIN)/python ppo_continuous_mujoco.py --configs halfcheetah $(ARGS)
@@ -35,6 +37,9 @@ clean:
 
 fceumm: $(VENV)/.ready  ## the faster Mario emulator; --no-deps because its pyglet differs from nes-py's, and neither is used
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps stable-retro==1.0.1
+
+atari: $(VENV)/.ready   ## Atari games
+	$(BIN)/pip install --quiet --disable-pip-version-check -c requirements.txt ale-py==0.12.1 opencv-python-headless==5.0.0.93
 
 $(VENV)/.bench: pyproject.toml $(VENV)/.ready  ## the extra `bench`, without the project itself; torch and NumPy stay
 	$(BIN)/pip install --quiet --disable-pip-version-check -c requirements.txt $$($(BIN)/python -c \
