@@ -73,7 +73,7 @@ class Args:
     or an Atari game, as ALE/Breakout-v5"""
     seed: int = 1
     """seed of networks, sampling and environments (environment n gets seed + n)"""
-    total_timesteps: int = 1_500_000
+    total_timesteps: int = 1_000_000
     """environment steps (decisions) of the whole run, summed over environments"""
     logdir: str | None = None
     """run folder; default runs/{env_id}__{script}__{seed}__{time}"""
@@ -160,6 +160,8 @@ class Args:
     """lambda of generalised advantage estimation: 0 trusts the critic, 1 the sampled return"""
     num_minibatches: int = 32
     """minibatches of an epoch; must divide N*T"""
+    minibatch_growth: int = 4
+    """after a third of the run minibatches are this many times as large: small ones learn fast, large ones well"""
     update_epochs: int = 4
     """passes over each batch"""
     norm_adv: bool = True
@@ -204,16 +206,16 @@ PRESETS: dict[str, dict[str, Any]] = {
     # the setting of a widely read Mario guide; it asked for 8-12 hours of a GPU
     "document": {"seed": 0, "total_timesteps": 10_000_000, "obs": "rgb64", "max_pool": True, "show_buttons": False,
                  "reward": "document", "stuck_steps": 0, "num_steps": 128, "num_minibatches": 16,
-                 "learning_rate": 2.5e-4, "anneal_lr": False, "gamma": 0.99, "ent_coef": 0.03, "anneal_ent": False,
-                 "vf_coef": 0.5},
+                 "minibatch_growth": 1, "learning_rate": 2.5e-4, "anneal_lr": False, "gamma": 0.99, "ent_coef": 0.03,
+                 "anneal_ent": False, "vf_coef": 0.5},
     # Schulman et al. 2017, table 5, as CleanRL reads it; evaluations are of whole games, and so are dear
     "atari": {"env_id": "ALE/Breakout-v5", "total_timesteps": 10_000_000, "num_envs": 8, "num_steps": 128,
-              "num_minibatches": 4, "learning_rate": 2.5e-4, "gamma": 0.99, "clip_coef": 0.1, "clip_vloss": True,
-              "anneal_ent": False, "vf_coef": 0.5, "eval_every": 1_000_000},
+              "num_minibatches": 4, "minibatch_growth": 1, "learning_rate": 2.5e-4, "gamma": 0.99, "clip_coef": 0.1,
+              "clip_vloss": True, "anneal_ent": False, "vf_coef": 0.5, "eval_every": 1_000_000},
     "explore": {"ent_coef": 0.05, "learning_rate": 1e-4},
     "fast": {"total_timesteps": 2_000_000, "num_envs": 8, "num_minibatches": 8, "update_epochs": 3},
-    "debug": {"total_timesteps": 100_000, "num_envs": 4, "num_steps": 64, "num_minibatches": 4, "update_epochs": 2,
-              "eval_every": 10_000, "save_every": 10_000},
+    "debug": {"total_timesteps": 100_000, "num_envs": 4, "num_steps": 64, "num_minibatches": 4, "minibatch_growth": 1,
+              "update_epochs": 2, "eval_every": 10_000, "save_every": 10_000},
 }  # fmt: skip
 
 # What a resumed run may change; any other difference would make it another run.
@@ -300,7 +302,11 @@ def validate(args: Args) -> None:
         raise UsageError(str(error)) from None
     if args.gamma == 1 and args.stuck_steps == 0:
         raise UsageError("--gamma 1 needs episodes that end soon: set --stuck-steps above 0 or --gamma below 1.")
-    require(args, "at least 1", lambda x: x >= 1, "feature_dim", "video_episodes", "video_fps")
+    require(args, "at least 1", lambda x: x >= 1, "feature_dim", "video_episodes", "video_fps", "minibatch_growth")
+    if args.num_minibatches % args.minibatch_growth:
+        raise UsageError(
+            f"--minibatch-growth {args.minibatch_growth} must divide --num-minibatches {args.num_minibatches}; 1 does."
+        )
 
 
 # ==========================================================================================================
@@ -1133,7 +1139,8 @@ def learn(
     normalize_here = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
     loss_args = replace(args, ent_coef=ent_coef, norm_adv=args.norm_adv and not normalize_here)
 
-    per_call = math.gcd(4, args.num_minibatches)  # four steps in one compiled call save a third of its time
+    fewest = args.num_minibatches // args.minibatch_growth
+    per_call = math.gcd(4, fewest)  # four steps in one compiled call save a third of its time
 
     def learn_from(minibatches: list[torch.Tensor]) -> list[torch.Tensor]:
         """A step on each minibatch of tensors (n, minibatch size, ...) in turn, until one exceeds --target-kl; returns
@@ -1211,6 +1218,7 @@ def learn(
         started = time.perf_counter()
         counters.update += 1
         progress = (counters.update - 1) / args.num_updates
+        num_minibatches = args.num_minibatches // (args.minibatch_growth if progress >= 1 / 3 else 1)
         annealing = 1 - progress if args.anneal_lr else 1.0  # detail 4
         rates[0].fill_(args.learning_rate * annealing)
         if args.anneal_ent:
@@ -1271,19 +1279,19 @@ def learn(
         steps: list[torch.Tensor] = []  # the metrics of each: LOSS_METRICS and the gradient's norm
         for _ in range(args.update_epochs):
             order = torch.randperm(args.batch_size, device=device)  # detail 6: each transition once an epoch
-            minibatches = [x[order].unflatten(0, (args.num_minibatches, -1)) for x in batch]
+            minibatches = [x[order].unflatten(0, (num_minibatches, -1)) for x in batch]
             if normalize_here:
                 *others, mb_advantages, mb_returns = minibatches
                 mb_advantages = normalize_advantages(mb_advantages.T, per_env=True).T  # a column a minibatch
                 minibatches = [*others, mb_advantages, mb_returns]
             minibatches = [x[:, ranks.rank :: ranks.size] for x in minibatches]
             before = len(steps)
-            for i in range(0, args.num_minibatches, per_call):
+            for i in range(0, num_minibatches, per_call):
                 steps += learn_from([x[i : i + per_call] for x in minibatches])
                 if len(steps) < before + i + per_call:
                     break
             check_gradients(logdir, steps[before:], minibatches)
-            if len(steps) < before + args.num_minibatches:  # --target-kl was exceeded
+            if len(steps) < before + num_minibatches:  # --target-kl was exceeded
                 break
         counters.minibatch_updates += len(steps)
         counters.global_step += args.batch_size
@@ -1303,7 +1311,7 @@ def learn(
             "train/advantage_std": advantage_std,
             "train/learning_rate": args.learning_rate * annealing,
             "train/ent_coef": float(ent_coef),
-            "train/update_epochs_done": len(steps) / args.num_minibatches,
+            "train/update_epochs_done": len(steps) / num_minibatches,
             "rollout/episodic_return": float(episodic[0]),
             "rollout/episodic_length": float(episodic[1]),
             "rollout/success_rate": float(episodic[2]),
@@ -1430,7 +1438,7 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     logdir = Path(play_args.logdir)
     name = play_args.checkpoint
     checkpoint = load_checkpoint(logdir / f"{name}.pt" if name in ("best", "latest") else Path(name))
-    args = replace(known_args(checkpoint["args"]), eval_episodes=1, num_envs=1, num_minibatches=1,
+    args = replace(known_args(checkpoint["args"]), eval_episodes=1, num_envs=1, num_minibatches=1, minibatch_growth=1,
                    norm_adv=False, track=False, device="cpu")  # fmt: skip
     if play_args.max_episode_steps is not None:
         args = replace(args, max_episode_steps=play_args.max_episode_steps)

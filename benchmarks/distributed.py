@@ -311,9 +311,9 @@ SCRIPTS: dict[str, list[dict[str, Any]]] = {
     ],
     "ppo_atari_mario": [
         {"num_envs": 4, "num_steps": 32, "num_minibatches": 4, "update_epochs": 3, "total_timesteps": 6 * 128,
-         "backend": BACKEND},
+         "minibatch_growth": 1, "backend": BACKEND},
         {"num_envs": 32, "num_steps": 32, "num_minibatches": 4, "update_epochs": 3, "total_timesteps": 4 * 1024,
-         "backend": BACKEND},
+         "minibatch_growth": 1, "backend": BACKEND},
     ],
 }  # fmt: skip
 APART = {"target_kl": 1e9}  # never reached, and the script then compiles gradients and Adam apart, as for several ranks
@@ -327,9 +327,9 @@ CHECKS: dict[str, dict[str, Any]] = {  # trained by one and by two ranks, to be 
     "CAGE2, the default": {
         "script": "ppo_cage2_parallel", "num_envs": 256, "num_steps": 100, "num_minibatches": 8,
         "update_epochs": 4, "total_timesteps": 6 * 25_600},
-    "Mario, minibatches of 256 (the default), 16 environments x 64": {
+    "Mario, minibatches of 256 (the default's first), 16 environments x 64": {
         "script": "ppo_atari_mario", "backend": BACKEND, "num_envs": 16, "num_steps": 64, "num_minibatches": 4,
-        "update_epochs": 4, "total_timesteps": 3 * 1024},
+        "minibatch_growth": 1, "update_epochs": 4, "total_timesteps": 3 * 1024},
 }  # fmt: skip
 
 

@@ -50,14 +50,18 @@ FOLDER = ROOT / "runs" / "mario"
 EPISODES, EVALUATION_SEED = 100, 1000
 WINDOW = 20_000  # steps averaged in a point of the training curve
 LUMA = (0.299, 0.587, 0.114)  # the usual grey; what a run had, `GRAY` of that day, its evaluation.json says
-# What a run has other than the script's defaults. The last three are how this project's own runs began, from below.
-SHORT_ROLLOUTS = ["--num-steps", "64", "--num-minibatches", "8"]
+# What a run has other than the script's defaults. The last four are how this project's own runs began, from below.
+NO_GROWTH = ["--minibatch-growth", "1"]
+SHORT_ROLLOUTS = ["--num-steps", "64", "--num-minibatches", "8", *NO_GROWTH]
 VARIANTS: dict[str, list[str]] = {
     "default": [],
-    "million": [*SHORT_ROLLOUTS, "--total-timesteps", "1000000"],
+    "long": ["--total-timesteps", "1500000"],
+    "no_growth": [*NO_GROWTH, "--total-timesteps", "1500000"],
+    "short_rollouts": SHORT_ROLLOUTS,
     "constant_entropy": [*SHORT_ROLLOUTS, "--no-anneal-ent", "--total-timesteps", "1200000"],
-    "large_vf_coef": ["--no-anneal-ent", "--vf-coef", "0.5", "--num-steps", "128", "--num-minibatches", "16"],
-    "quick": ["--num-envs", "8", "--num-steps", "64", "--num-minibatches", "2", "--total-timesteps", "1024",
+    "large_vf_coef": ["--num-steps", "128", "--num-minibatches", "16", *NO_GROWTH, "--no-anneal-ent",
+                      "--vf-coef", "0.5", "--total-timesteps", "1500000"],
+    "quick": ["--num-envs", "8", "--num-steps", "64", "--num-minibatches", "4", "--total-timesteps", "1024",
               "--max-episode-steps", "20"],
 }  # fmt: skip
 

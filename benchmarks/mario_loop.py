@@ -54,7 +54,7 @@ def ours(num_envs: int, num_steps: int, **options: Any) -> tuple[float, dict[str
     with tempfile.TemporaryDirectory() as scratch, contextlib.redirect_stdout(io.StringIO()):
         args = mario.Args(
             logdir=f"{scratch}/run", num_envs=num_envs, num_steps=num_steps, total_timesteps=2 * batch_size,
-            num_minibatches=batch_size // MINIBATCH_SIZE, update_epochs=EPOCHS, noop_max=0,
+            num_minibatches=batch_size // MINIBATCH_SIZE, minibatch_growth=1, update_epochs=EPOCHS, noop_max=0,
             sticky_action_probability=0.0, stuck_steps=0, max_episode_steps=400, eval_every=0, eval_episodes=1,
             save_every=0, capture_video=False, **options,
         )  # fmt: skip

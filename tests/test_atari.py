@@ -23,6 +23,7 @@ installed = all(importlib.util.find_spec(package) for package in ("ale_py", "cv2
 needs_ale = pytest.mark.skipif(not installed, reason="needs pip install ale-py opencv-python-headless")
 TINY: dict[str, Any] = {
     "env_id": "ALE/SpaceInvaders-v5", "num_envs": 2, "num_steps": 16, "total_timesteps": 32, "num_minibatches": 2,
+    "minibatch_growth": 1,
     "update_epochs": 1, "num_workers": 1, "feature_dim": 16, "eval_every": 0, "eval_episodes": 2, "video_episodes": 1,
     "max_episode_steps": 30, "amp": False,
 }  # fmt: skip

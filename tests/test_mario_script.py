@@ -34,9 +34,9 @@ from tests.test_mario_env import GOAL_RUNS, NOOP, RUN, decode, require
 BACKENDS = ["nes_py", "fceumm"]
 # a run of seconds: 4 updates of 2 x 8 steps, episodes of at most 6 steps, an evaluation after every second update
 TINY: dict[str, Any] = {
-    "total_timesteps": 64, "num_envs": 2, "num_steps": 8, "num_minibatches": 2, "update_epochs": 2, "num_workers": 1,
-    "feature_dim": 16, "max_episode_steps": 6, "noop_max": 3, "eval_every": 32, "eval_episodes": 2,
-    "video_episodes": 2, "save_every": 1, "backend": "nes_py",
+    "total_timesteps": 64, "num_envs": 2, "num_steps": 8, "num_minibatches": 2, "minibatch_growth": 2,
+    "update_epochs": 2, "num_workers": 1, "feature_dim": 16, "max_episode_steps": 6, "noop_max": 3, "eval_every": 32,
+    "eval_episodes": 2, "video_episodes": 2, "save_every": 1, "backend": "nes_py",
 }  # fmt: skip
 
 
@@ -92,7 +92,8 @@ def test_the_documents_preset_has_exactly_its_values() -> None:
         "num_envs": 32, "num_steps": 128, "minibatch_size": 256, "update_epochs": 4, "learning_rate": 2.5e-4,
         "anneal_lr": False, "gamma": 0.99, "gae_lambda": 0.95, "clip_coef": 0.2, "vf_coef": 0.5, "ent_coef": 0.03,
         "anneal_ent": False, "max_grad_norm": 0.5, "feature_dim": 512, "obs": "rgb64", "skip": 4, "video_episodes": 3,
-        "video_fps": 16, "reward": "document", "shared_cnn": True, "clip_vloss": False, "target_kl": None,
+        "video_fps": 16, "minibatch_growth": 1, "reward": "document", "shared_cnn": True, "clip_vloss": False,
+        "target_kl": None,
     }  # fmt: skip
     assert {name: getattr(args, name) for name in expected} == expected
     assert (args.batch_size, args.num_updates) == (4096, 2441)
@@ -126,6 +127,8 @@ def test_flags_win_over_presets() -> None:
         (["--env-id", "Breakout"], ["Breakout", "Mario-1-1"]),
         (["--env-id", "Mario-9-1"], ["9-1", "1-1 to 8-4"]),
         (["--num-minibatches", "7"], ["--num-minibatches 7", "8192"]),
+        (["--num-minibatches", "2"], ["--minibatch-growth 4 must divide --num-minibatches 2"]),
+        (["--minibatch-growth", "0"], ["--minibatch-growth must be at least 1, not 0"]),
         (["--sticky-action-probability", "1.5"], ["1.5", "below 1"]),
         (["--gamma", "1", "--stuck-steps", "0"], ["--gamma 1", "--stuck-steps"]),
         (["--skip", "0"], ["skip=0"]),
@@ -237,7 +240,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a finished tiny run."""
     logdir = tmp_path_factory.mktemp("mario") / "run"
     result = mario.train(tiny(logdir))
-    assert (result["update"], result["global_step"], result["minibatch_updates"]) == (4, 64, 16)
+    assert (result["update"], result["global_step"], result["minibatch_updates"]) == (4, 64, 12)
     return logdir
 
 

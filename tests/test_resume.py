@@ -114,8 +114,9 @@ def quiet(continuous: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 MUJOCO = {"num_envs": 4, "num_steps": 16, "total_timesteps": 24 * 64, "save_every": 128, "eval_every": 320}
 CAGE2 = {"num_envs": 4, "num_steps": 25, "total_timesteps": 24 * 100, "save_every": 200, "eval_every": 500,
          "max_steps": 20, "num_workers": 2}  # fmt: skip
-MARIO = {"num_envs": 2, "num_steps": 8, "total_timesteps": 20 * 16, "save_every": 32, "eval_every": 80,
-         "feature_dim": 16, "stuck_steps": 15, "noop_max": 3, "capture_video": False, "num_workers": 2}  # fmt: skip
+MARIO = {"num_envs": 2, "num_steps": 8, "minibatch_growth": 2, "total_timesteps": 20 * 16, "save_every": 32,
+         "eval_every": 80, "feature_dim": 16, "stuck_steps": 15, "noop_max": 3, "capture_video": False,
+         "num_workers": 2}  # fmt: skip
 KILLED: dict[str, dict[str, dict[str, Any]]] = {
     "ppo_continuous_mujoco": {
         "subproc": MUJOCO | {"env_id": "TwoQueue-v0", "vec_env": "subproc", "num_workers": 2, "reset_steps": 10},
