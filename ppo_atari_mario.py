@@ -2,12 +2,13 @@
 
     python ppo_atari_mario.py                                    # Mario learns to reach the flag of World 1-1
     python ppo_atari_mario.py --backend fceumm --env-id Mario-2-1  # another stage, on the fast emulator
-    python ppo_atari_mario.py --configs atari --env-id ALE/Pong-v5  # an Atari game (pip install ale-py)
+    python ppo_atari_mario.py --configs atari --env-id ALE/Pong-v5  # an Atari game (make atari)
     python ppo_atari_mario.py play --logdir runs/... --save-gif  # watch the best checkpoint
 
 A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.json, TensorBoard events,
-progress.csv and timing.csv (a row an update), eval.csv, videos/, best.pt, latest.pt, curves.png. Stop it at any
-time; `--resume --logdir D` continues it, on a CPU bit for bit. Read the file from top to bottom: arguments, agent,
+progress.csv and timing.csv (a row an update), eval.csv, videos/, best.pt, latest.pt (the one before as *.prev.pt),
+curves.png. The best five of all runs with the same settings stand beside it, in best/. Stop it at any time;
+`--resume --logdir D` continues it, on a CPU bit for bit. Read the file from top to bottom: arguments, agent,
 mathematics, environments, files, training, playing.
 """
 
@@ -82,7 +83,7 @@ class Args:
     device: str = "cpu"
     """torch device: cpu, cuda, cuda:1, ..."""
     torch_threads: int = 1
-    """CPU threads of torch; two help only while both cores are free, and crawl while one is not"""
+    """CPU threads of torch; more help the convolutions where that many cores are free, and slow them down elsewhere"""
     torch_deterministic: bool = True
     """ask torch for deterministic algorithms, so that equal seeds give equal runs"""
     compile: bool = False
@@ -442,7 +443,7 @@ def ppo_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """PPO's loss on a minibatch (Schulman et al. 2017, eq. 9 with the sign turned) and its metrics, all scalars.
 
-    obs (batch, obs_dim), actions (batch, ...) as they were sampled, the rest (batch,). With the probability ratio
+    obs and actions (batch, ...), actions as they were sampled, the rest (batch,). With the probability ratio
     rho = pi(a|s) / pi_old(a|s),
 
         loss = -mean(min(rho A, clip(rho, 1 - eps, 1 + eps) A)) + vf_coef 0.5 mean((V - R)^2) - ent_coef mean(H)
@@ -1420,7 +1421,7 @@ class PlayArgs:
     render: bool = False
     """show the episodes in a window, at the game's pace (pip install pygame)"""
     save_gif: bool = False
-    """write a GIF of each episode"""
+    """write a GIF of each episode, of its first 600 frames"""
     gif_fps: float = 15
     """frames per second of the GIFs; 15 decisions a second are real time"""
     gif_dir: str | None = None

@@ -5,8 +5,9 @@
     python ppo_continuous_mujoco.py play --logdir runs/... --save-gif  # watch the best checkpoint
 
 A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.json, TensorBoard events,
-progress.csv and timing.csv (a row an update), eval.csv, best.pt, latest.pt, curves.png. Stop it at any time;
-`--resume --logdir D` continues it, on a CPU bit for bit. Read the file from top to bottom: arguments, agent,
+progress.csv and timing.csv (a row an update), eval.csv, best.pt, latest.pt (the one before as *.prev.pt), curves.png.
+The best five of all runs with the same settings stand beside it, in best/. Stop it at any time; `--resume --logdir D`
+continues it, on a CPU bit for bit. Read the file from top to bottom: arguments, agent,
 mathematics, environments, files, training, playing.
 """
 
@@ -434,7 +435,7 @@ def ppo_loss(
 ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """PPO's loss on a minibatch (Schulman et al. 2017, eq. 9 with the sign turned) and its metrics, all scalars.
 
-    obs (batch, obs_dim), actions (batch, ...) as they were sampled, the rest (batch,). With the probability ratio
+    obs and actions (batch, ...), actions as they were sampled, the rest (batch,). With the probability ratio
     rho = pi(a|s) / pi_old(a|s),
 
         loss = -mean(min(rho A, clip(rho, 1 - eps, 1 + eps) A)) + vf_coef 0.5 mean((V - R)^2) - ent_coef mean(H)
