@@ -345,7 +345,7 @@ class Agent(nn.Module):
     def __init__(self, envs: VectorEnv, args: Args) -> None:
         super().__init__()
         (obs_dim,), (action_dim,) = envs.single_observation_space.shape, envs.single_action_space.shape  # type: ignore[misc]
-        # details 13, 26: nothing is shared. A policy head of gain 0.01 starts at mean 0 for every observation.
+        # details 13, 26: nothing is shared. A policy head of gain 0.01 starts near mean 0 for every observation.
         self.actor_mean = mlp([obs_dim, *args.hidden_sizes, action_dim], output_std=0.01)
         self.actor_log_std = nn.Parameter(torch.full((1, action_dim), args.log_std_init))  # detail 24
         self.critic = mlp([obs_dim, *args.hidden_sizes, 1], output_std=1.0)
@@ -402,8 +402,8 @@ def compute_gae(
         A_t     = delta_t + gamma lambda (1 - ended_t) A_{t+1},     R_t = A_t + V(s_t)
 
     A terminated episode has no future, so V(s') is dropped. An episode cut by a time limit, or by the end of the
-    rollout, has a future, and V(s') stands for it (Pardo et al. 2018). Either end stops the recursion, because
-    the next row belongs to another episode.
+    rollout, has a future, and V(s') stands for it (Pardo et al. 2018). Where an episode ended (terminated or cut), the
+    recursion stops too, because the next row belongs to another one.
     """
     terminated, ended = terminations.to(rewards.dtype), (terminations | truncations).to(rewards.dtype)
     deltas = rewards + gamma * next_values * (1 - terminated) - values
@@ -496,9 +496,10 @@ def flatten_parameters(network: list[nn.Parameter]) -> torch.Tensor:
 def adam_step(
     networks: list[torch.Tensor], gradients: list[torch.Tensor], moments: Any, learning_rates: Any, args: Args
 ) -> torch.Tensor:
-    """Clip each network's gradient to `args.max_grad_norm` and take a step of Adam (Kingma and Ba 2015), in place.
+    """Clip the gradient of each of `agent.networks(args)`, one vector, to `args.max_grad_norm` and take a step of Adam
+    (Kingma and Ba 2015), in place.
 
-    `moments` holds, for each network, the running means of gradient and squared gradient, and the number of steps. This
+    `moments` holds, for each of them, the running means of gradient and squared gradient, and the number of steps. This
     is torch's Adam in the functional form that the compiler sees through; its class costs 90 us of Python a step.
     A gradient that is not finite changes no weight. Returns the norm of all gradients before clipping, (1,).
     """
