@@ -15,7 +15,7 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 from gymnasium.spaces import Box
-from gymnasium.wrappers import AtariPreprocessing
+from gymnasium.wrappers import AtariPreprocessing, StickyAction
 
 SIDE = 84
 MAX_FRAMES = 108_000  # half an hour of play, after which published results end a game
@@ -74,13 +74,14 @@ class AtariGame(gym.Wrapper):
                 env_id,
                 frameskip=1,
                 obs_type="grayscale",
-                repeat_action_probability=sticky,
+                repeat_action_probability=0.0,  # the console's own stickiness is not part of the state that it saves
                 max_num_frames_per_episode=max_episode_steps * skip or MAX_FRAMES,
                 render_mode=render_mode,
             ).unwrapped
         except gym.error.Error as error:  # no such game, a version that was withdrawn, not a name at all
             raise AtariError(str(error)) from None
-        preprocessing = AtariPreprocessing(game, noop_max, skip, SIDE)  # details 14, 15 and 18
+        self._sticky = StickyAction(game, sticky)
+        preprocessing = AtariPreprocessing(self._sticky, noop_max, skip, SIDE)  # details 14, 15 and 18
         super().__init__(preprocessing)
         self.metadata = {**game.metadata, "render_fps": round(60 / skip)}
         self.observation_space = Box(0, 255, (frame_stack, SIDE, SIDE), np.uint8)
@@ -122,6 +123,7 @@ class AtariGame(gym.Wrapper):
         return {
             "console": np.frombuffer(console, np.uint8).copy(),
             "rng": self._game.np_random.bit_generator.state,
+            "last_action": self._sticky.last_action,
             "last_screens": [screen.copy() for screen in self._last_screens],
             "frames": self._frames.copy(),
             "lives": self._lives,
@@ -137,6 +139,7 @@ class AtariGame(gym.Wrapper):
             raise ValueError(f"this state holds {len(state['frames'])} frames, not {len(self._frames)}")
         self._game.restore_state(self._console_state(np.asarray(state["console"]).tobytes()))
         self._game.np_random.bit_generator.state = state["rng"]
+        self._sticky.last_action = state["last_action"]
         for screen, saved in zip(self._last_screens, state["last_screens"], strict=True):
             screen[:] = saved
         self._frames[:] = state["frames"]

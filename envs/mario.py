@@ -9,6 +9,7 @@ end follow from the console's RAM (`envs/mario_game.py`), and so mean the same o
 (`envs/nes_core.py`).
 """
 
+import operator
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -221,7 +222,9 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         for frame in range(self.skip):
             if not (self.sticky_action_probability and self.np_random.random() < self.sticky_action_probability):
                 self._held_buttons = buttons
-            death, goal = game.frame(self._held_buttons)
+            death, goal, waited = game.frame(self._held_buttons)
+            if waited:
+                self._held_buttons = 0
             if death or goal:
                 break
             if self.max_pool and frame == self.skip - 2:
@@ -229,7 +232,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
 
         self._steps += 1
         pixels, ticks = game.measure()
-        self._steps_without_progress = 0 if pixels > 0 else self._steps_without_progress + 1
+        self._steps_without_progress = 0 if game.advancing else self._steps_without_progress + 1
         over = game.is_over(death, goal)
         stuck = not over and 0 < self.stuck_steps <= self._steps_without_progress
         reward = _weigh(self.reward_terms, pixels, ticks, goal, death or stuck)
@@ -291,7 +294,10 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
 
     def _action_number(self, action: Any) -> int:
         count = len(self.buttons)
-        number = int(np.argmax(action)) if np.shape(action) == (count,) else int(action)
+        try:
+            number = int(np.argmax(action)) if np.shape(action) == (count,) else operator.index(action)
+        except TypeError:
+            number = -1
         _require(0 <= number < count, f"action {action}: this environment takes the integers 0 to {count - 1}")
         return number
 

@@ -14,8 +14,9 @@ from envs.nes_core import START, NesCore
 STAGES = tuple(f"{world}-{stage}" for world in range(1, 9) for stage in range(1, 5))
 LAST_LEVEL = len(STAGES) - 1
 
-_PLAYER_STATE, _FLOAT_STATE, _ENEMIES, _PAGE, _X, _Y_HIGH = 0x0E, 0x1D, slice(0x16, 0x1B), 0x6D, 0x86, 0xB5
-_CHANGE_AREA_TIMER, _AREA_POINTER, _STATUS, _LIVES, _STAGE, _WORLD = 0x6DE, 0x750, 0x756, 0x75A, 0x75C, 0x75F
+_PLAYER_STATE, _FLOAT_STATE, _ENEMIES, _PAGE, _X, _Y_HIGH = 0x0E, 0x1D, slice(0x16, 0x1C), 0x6D, 0x86, 0xB5
+_ENEMY_DATA_LOW, _ENEMY_DATA_HIGH, _IN_THE_CLOUDS = 0xE9, 0xEA, 0x743
+_CHANGE_AREA_TIMER, _STATUS, _LIVES, _STAGE, _WORLD = 0x6DE, 0x756, 0x75A, 0x75C, 0x75F
 _AREA, _GAME_MODE, _PRELEVEL_TIMER = 0x760, 0x770, 0x7A0
 _SCORE, _COINS, _CLOCK = slice(0x7DE, 0x7E4), slice(0x7ED, 0x7EF), slice(0x7F8, 0x7FB)
 
@@ -44,6 +45,8 @@ class MarioGame:
         self.level = 0  # 0 for 1-1 to 31 for 8-4
         self.x = self.clock = 0  # Mario's position in pixels; ticks left, a tick being 24 frames
         self.best_x: dict[int, int] = {}  # the furthest x reached in each area of each stage
+        self.best_x_of_life: dict[int, int] = {}  # the same since Mario last died
+        self.advancing = False  # whether Mario was further than ever in this life when `measure` last looked
 
     def start(self, stage: str) -> None:
         """Go to the first frame of `stage` in which Mario obeys ("full" starts with 1-1, and goes on from
@@ -54,7 +57,7 @@ class MarioGame:
             _start_states[key] = self.core.save()
         self.core.load(_start_states[key])
         self.core.step(0)  # so that there is a picture
-        self.stage, self.level, self.best_x = stage, self._read_level(), {}
+        self.stage, self.level, self.best_x, self.best_x_of_life = stage, self._read_level(), {}, {}
         self.measure()
 
     def _run_start_screen(self, stage: str) -> None:
@@ -78,39 +81,39 @@ class MarioGame:
             core.poke(_PRELEVEL_TIMER, 0)
         raise RuntimeError(f"stage {stage} does not start on backend {self.backend} in {2 * _MAX_BUSY_FRAMES} frames")
 
-    def frame(self, buttons: int) -> tuple[bool, bool]:
+    def frame(self, buttons: int) -> tuple[bool, bool, bool]:
         """Play one frame, and those after it in which the game ignores the controller.
 
         Returns:
-            (death, goal): whether Mario began to die, and whether he reached the flag or the axe.
+            (death, goal, waited): whether Mario began to die, whether he reached the flag or the axe, and whether
+            frames without buttons followed.
         """
         core = self.core
         core.step(buttons)
         ram = core.ram.tobytes()  # a copy of bytes, once, is quicker to read than single array elements
-        death = ram[_PLAYER_STATE] in (_LOSING_A_LIFE, _DYING) or ram[_Y_HIGH] > 1
+        below = ram[_Y_HIGH] > 1 and not ram[_IN_THE_CLOUDS]  # a fall from the clouds only leads back to the ground
+        death = below or ram[_PLAYER_STATE] in (_LOSING_A_LIFE, _DYING)
         goal = not death and (
             ram[_GAME_MODE] == _VICTORY or (ram[_FLOAT_STATE] == 3 and any(enemy in _GOALS for enemy in ram[_ENEMIES]))
         )
-        if self.stage == "full":
-            if death:
-                core.poke(_PLAYER_STATE, _LOSING_A_LIFE)  # skip the fall: the next frame takes the life
-                core.step(0)
-            if not (goal and self.level == LAST_LEVEL):  # after the last axe nothing follows
-                self._skip_busy_frames()
-        elif not (death or goal):
-            self._skip_busy_frames()
-        return death, goal
+        if self.stage == "full" and death:
+            core.poke(_PLAYER_STATE, _LOSING_A_LIFE)  # skip the fall: the next frame takes the life
+            core.step(0)
+            self.best_x_of_life.clear()
+        over = goal and self.level == LAST_LEVEL if self.stage == "full" else death or goal
+        return death, goal, not over and self._skip_busy_frames()
 
-    def _skip_busy_frames(self) -> None:
-        """Run until Mario obeys again, shortening the waits: pipes, doors, the castle walk, black screens."""
+    def _skip_busy_frames(self) -> bool:
+        """Run until Mario obeys again, shortening the waits: pipes, doors, the castle walk, black screens. Returns
+        whether there was anything to wait for."""
         core = self.core
         if 1 < core.ram[_CHANGE_AREA_TIMER] < 255:
             core.poke(_CHANGE_AREA_TIMER, 1)
-        for _ in range(_MAX_BUSY_FRAMES):
+        for waited in range(_MAX_BUSY_FRAMES):
             ram = core.ram.tobytes()
             busy = ram[_PLAYER_STATE] in _BUSY or ram[_GAME_MODE] == _VICTORY
             if not busy or ram[_LIVES] == _NO_LIVES:
-                return
+                return waited > 0
             core.poke(_PRELEVEL_TIMER, 0)
             core.step(0)
         raise RuntimeError(f"Mario did not obey again within {_MAX_BUSY_FRAMES} frames of stage {self.stage}")
@@ -128,17 +131,21 @@ class MarioGame:
         passed.
 
         Where Mario's position jumps (a pipe, a maze's loop, a new area) no ground is covered: that counts
-        nothing, and only moves the mark up if he comes out ahead of it. A clock wound up for a new life
-        counts nothing.
+        nothing, and only moves the mark up if he comes out ahead of it. A clock wound up for a new life or
+        stage counts nothing.
         """
         ram = self.core.ram.tobytes()
-        x = ram[_PAGE] * 256 + ram[_X]
-        area = (ram[_WORLD] * 4 + ram[_STAGE]) << 8 | ram[_AREA_POINTER]
-        best = self.best_x.get(area, x)
-        self.best_x[area] = max(best, x)
-        pixels = 0 if abs(x - self.x) > _JUMP else max(0, x - best)
+        x, level = ram[_PAGE] * 256 + ram[_X], self._read_level()
+        # Where an area's enemies stand in the cartridge tells areas apart. (The byte called AreaPointer does not: it
+        # is the area that the next pipe leads to, and changes on the way to that pipe.)
+        area = level << 16 | ram[_ENEMY_DATA_HIGH] << 8 | ram[_ENEMY_DATA_LOW]
+        best, best_of_life = self.best_x.get(area, x), self.best_x_of_life.get(area, x)
+        self.best_x[area], self.best_x_of_life[area] = max(best, x), max(best_of_life, x)
+        jumped = abs(x - self.x) > _JUMP
+        self.advancing = x > best_of_life and not jumped
+        pixels = 0 if jumped else max(0, x - best)
         clock = _number(ram[_CLOCK])
-        ticks = max(0, self.clock - clock)
+        ticks = max(0, self.clock - clock) if level == self.level else 0
         self.x, self.clock = x, clock
         return pixels, ticks
 
@@ -160,7 +167,8 @@ class MarioGame:
     def get_state(self) -> dict[str, Any]:
         """Return the console's state and this object's counters."""
         counters = {"stage": self.stage, "level": self.level, "x": self.x, "clock": self.clock}
-        return {"backend": self.backend, "core": self.core.save(), "best_x": dict(self.best_x), **counters}
+        marks = {"best_x": dict(self.best_x), "best_x_of_life": dict(self.best_x_of_life)}
+        return {"backend": self.backend, "core": self.core.save(), **marks, **counters}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from `get_state()`.
@@ -174,7 +182,7 @@ class MarioGame:
                 f"{self.backend!r}; construct it with backend={state['backend']!r}"
             )
         self.core.load(state["core"])
-        self.best_x = dict(state["best_x"])
+        self.best_x, self.best_x_of_life = dict(state["best_x"]), dict(state["best_x_of_life"])
         self.stage, self.level, self.x, self.clock = (state[name] for name in ("stage", "level", "x", "clock"))
 
     def _read_level(self) -> int:

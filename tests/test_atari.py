@@ -138,6 +138,20 @@ def test_a_restored_game_goes_on_to_the_bit(steps: int) -> None:
 
 
 @needs_ale
+def test_a_restored_game_knows_the_action_that_sticks() -> None:
+    """Whatever the restoring game did last: the first frames after 40 restores."""
+    env, other = AtariGame("ALE/Breakout-v5"), AtariGame("ALE/Breakout-v5")
+    env.reset(seed=3)
+    other.reset(seed=4)
+    for _ in range(40):
+        env.step(2)  # right
+        other.step(3)  # left
+        other.set_state(env.get_state())
+        assert_same(other.step(3), env.step(3))
+        assert_same(other.get_state(), env.get_state())
+
+
+@needs_ale
 def test_equal_seeds_give_equal_games_and_others_do_not() -> None:
     env = AtariGame("ALE/Breakout-v5")
 

@@ -159,7 +159,7 @@ def test_actions_are_integers_or_one_hot(fceumm: str) -> None:
     number.reset(seed=0)
     one_hot.reset(seed=0)
     assert same([number.step(RUN)], [one_hot.step(np.eye(7)[RUN])])
-    for wrong in (7, -1):
+    for wrong in (7, -1, 2.7, None, [0, 1], np.array([0, 0])):
         with pytest.raises(ValueError, match="integers 0 to 6"):
             number.step(wrong)
 
@@ -467,6 +467,72 @@ def test_a_pipe_ahead_pays_nothing(fceumm: str) -> None:
     game.core.poke(0x6D, 1)  # what the second pipe of a pair does: Mario is a page ahead
     assert game.measure()[0] == 0
     assert game.best_x == {area: x + 256}
+
+
+def test_the_area_that_the_next_pipe_leads_to_is_not_the_area(fceumm: str) -> None:
+    """The game names it in RAM long before the pipe; ground in front of Mario is still new ground."""
+    env = MarioEnv("1-1", fceumm)
+    env.reset(seed=0)
+    play(env, [RUN] * 15)
+    marks = len(env._game.best_x)
+    env._game.core.poke(0x750, 0x65)
+    (step,) = play(env, [RUN])
+    assert 0 < step[1] < 2
+    assert len(env._game.best_x) == marks
+
+
+def test_a_stage_with_less_time_on_its_clock_costs_nothing(fceumm: str) -> None:
+    env = MarioEnv("full", fceumm)
+    env.reset(seed=0)
+    assert env._game.clock > 301
+    for address, value in ((0x75C, 2), (0x7F8, 3), (0x7F9, 0), (0x7FA, 0)):  # 1-3, 300 on the clock
+        env._game.core.poke(address, value)
+    assert env._game.measure() == (0, 0)
+
+
+def test_a_new_life_is_stuck_by_its_own_ground_and_paid_for_new_ground_only(fceumm: str) -> None:
+    env = MarioEnv("full", fceumm, stuck_steps=20, full_info=True)
+    env.reset(seed=0)
+    play(env, [RUN] * 15)
+    env._game.core.poke(0xB5, 2)  # into a pit
+    _, reward, terminated, _, info = env.step(RUN_JUMP)
+    assert (reward <= -5, terminated, info["death"], info["life"]) == (True, False, True, 1)
+    again = play(env, [RUN] * 14)
+    assert all(step[1] <= 0 for step in again)  # no new ground
+    assert env._steps_without_progress == 0  # but not stuck
+
+
+def test_a_fall_from_the_clouds_is_no_death(fceumm: str) -> None:
+    env = MarioEnv("2-1", fceumm)
+    for clouds in (1, 0):
+        env.reset(seed=0)
+        env._game.core.poke(0x743, clouds)
+        env._game.core.poke(0xB5, 2)
+        assert env._game.frame(0)[0] is (clouds == 0)
+
+
+def test_the_flag_counts_among_five_enemies_too(fceumm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    env = MarioEnv("1-1", fceumm)
+    for slot in (0x16, 0x1A, 0x1B):  # the castle's flag takes the sixth slot where five enemies have the others
+        env.reset(seed=0)
+        for address in range(0x16, 0x1C):
+            env._game.core.poke(address, 0x31 if address == slot else 0x06)
+        env._game.core.poke(0x1D, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                env._game.core, "step", lambda buttons: None
+            )  # the game would clear away what it did not make
+            assert env._game.frame(0)[1]
+
+
+def test_no_button_is_held_after_a_wait(fceumm: str) -> None:
+    env = MarioEnv("full", fceumm, skip=1)
+    env.reset(seed=0)
+    play(env, [RUN_JUMP] * 3)
+    assert env._held_buttons & A
+    env._game.core.poke(0xB5, 2)
+    env.step(RUN_JUMP)
+    assert env._held_buttons == 0
 
 
 def test_reward_terms_and_scale(fceumm: str) -> None:
