@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -47,6 +47,7 @@ class Part:
     observations: Any
     results: tuple[Any, ...]  # what `step` returns, but for the infos
     observations_before: Any
+    restarted: set[Worker] = field(default_factory=set)  # in place of lost ones, since the pending call began
 
 
 class SubprocVecEnv(VectorEnv):
@@ -332,6 +333,7 @@ class SubprocVecEnv(VectorEnv):
 
     def _begin_step(self, actions: Any, part_index: int, name: str) -> None:
         part = self._parts[part_index]
+        part.restarted.clear()
         if self.on_worker_failure == "restart":
             write_tree(part.observations_before, part.observations)
         try:
@@ -349,19 +351,18 @@ class SubprocVecEnv(VectorEnv):
         self._pending[part_index] = name
 
     def _end_step(self, part_index: int, name: str, timeout: float | None) -> StepReturn:
-        restarted: set[Worker] = set()
+        part, table = self._parts[part_index], self._shared.info_table
 
         def begin_anew(worker: Worker) -> None:
-            restarted.add(worker)
+            part.restarted.add(worker)
             self._begin_anew(worker)
 
         pickled = self._collect(name, timeout, begin_anew, part_index)
-        part, table = self._parts[part_index], self._shared.info_table
         infos = self._merge(table.read(part.rows), pickled)
         if pickled and not table.types:
             table.choose_layout(pickled[0][1])
-        for worker in restarted:
-            infos = self._truncate(worker, infos)
+        while part.restarted:
+            infos = self._truncate(part.restarted.pop(), infos)
         if part_index != WHOLE:
             infos = rows_of_infos(infos, part.rows)
         return (*self._fresh(part.results), infos)

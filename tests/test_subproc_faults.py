@@ -694,6 +694,37 @@ def test_a_fault_in_one_half_is_reported_and_ends_the_run(kind: str) -> None:
     close_in_time(envs)
 
 
+class GateEnv(CountEnv):
+    """Waits in `step` until a file exists."""
+
+    def __init__(self, gate: Path) -> None:
+        super().__init__(limit=50)
+        self.gate = gate
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
+        while not self.gate.exists():
+            time.sleep(0.01)
+        return super().step(action)
+
+
+@pytest.mark.filterwarnings("ignore:.*WARN")
+def test_a_replacement_ends_its_episodes_even_if_the_wait_for_others_timed_out(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    env_fns = [partial(FaultyEnv, "sigkill", "every step", tmp_path / "failed"), partial(GateEnv, gate)]
+    envs = SubprocVecEnv(env_fns, 2, on_worker_failure="restart", autoreset_mode="SameStep")
+    envs.reset(seed=10)
+    envs.step_async([1, 2])
+    with pytest.raises(multiprocessing.TimeoutError):
+        envs.step_wait(timeout=0.2)
+    gate.touch()
+    _, rewards, _, truncations, infos = envs.step_wait()
+    assert (rewards.tolist(), truncations.tolist()) == ([0, 2], [True, False])
+    assert infos["worker_restarted"].tolist() == [True, False]
+    _, rewards, _, truncations, infos = envs.step([1, 2])
+    assert (rewards.tolist(), truncations.tolist(), infos) == ([1, 2], [False, False], {})
+    close_in_time(envs)
+
+
 @pytest.mark.filterwarnings("ignore:.*WARN")
 def test_a_worker_lost_in_reset_is_replaced_and_reset_again(tmp_path: Path) -> None:
     envs = four_envs("sigkill", "reset", tmp_path / "failed", on_worker_failure="restart")
