@@ -523,7 +523,8 @@ DECOY_SLOTS = [
 ]
 
 # The reduced actions are those of the challenge's winner (CardiffUni): four verbs on the nine hosts of consequence.
-# The fourth, "the next decoy", depends on what stands there; with all decoys up, it does nothing.
+# The fourth, "the next decoy", depends on what stands there. With all decoys up it repeats the last one, which changes
+# nothing, but for Vsftpd, of which another one starts.
 REDUCED_HOSTS = [HOSTS.index(h) for h in ("Defender", "Enterprise0", "Enterprise1", "Enterprise2", "Op_Server0",
                                           "User1", "User2", "User3", "User4")]  # fmt: skip
 # A workflow may ask for the repair of any host but User0, where red's foothold never ends.
@@ -662,10 +663,14 @@ def make_envs(args: Args, backend: str = "batch", **settings: Any) -> VectorEnv:
         env_fns = [partial(Cage2Env, **settings)] * args.num_envs
         vec_env = SubprocVecEnv(env_fns, num_workers=args.num_workers, autoreset_mode=AutoresetMode.SAME_STEP)
     else:
-        from envs.cage2.cyborg import INSTALL_HINT, make_cyborg_vec_env
+        from envs.cage2.cyborg import INSTALL_HINT, CybORGEnv, make_cyborg_vec_env
 
         if importlib.util.find_spec("CybORG") is None:
             raise UsageError(INSTALL_HINT)
+        try:
+            CybORGEnv(**settings).reset()  # what it complains of would be a traceback from a worker
+        except (ValueError, gym.error.DependencyNotInstalled) as error:
+            raise UsageError(f"--backend cyborg: {error} (--version chooses the rules.)") from None
         vec_env = make_cyborg_vec_env(args.num_envs, args.num_workers, **settings)
     horizon = args.max_steps if args.finite_horizon else None
     hosts = [] if args.actions == "full" else WORKFLOW_HOSTS if args.workflow else REDUCED_HOSTS
@@ -722,6 +727,14 @@ def prefix_returns(rewards: dict[str, np.ndarray]) -> dict[str, list[float]]:
     return cells
 
 
+def stratified_error(returns: np.ndarray) -> float:
+    """The standard error of the mean of returns (num_red_agents, num_episodes). Red agents are strata of fixed size:
+    that they differ is no noise. nan for one episode each."""
+    if returns.shape[1] < 2:
+        return math.nan
+    return float(np.sqrt((returns.var(axis=1, ddof=1) / returns.shape[1]).sum()) / len(returns))
+
+
 def evaluate(agent: Agent, args: Args, deterministic: bool = True, seed: int = 10_000) -> dict[str, Any]:
     """Play `args.eval_episodes` episodes against each red agent that --red-agent may choose.
 
@@ -737,9 +750,9 @@ def evaluate(agent: Agent, args: Args, deterministic: bool = True, seed: int = 1
     vec_env.close()
     rewards = record["rewards"]
     cells = prefix_returns(dict(zip(reds, np.split(rewards, len(reds), axis=1), strict=True)))
-    returns = rewards.sum(0)
+    returns = rewards.sum(0).reshape(len(reds), -1)
     return {"score": sum(mean for mean, _ in cells.values()), "cells": cells, "mean_return": float(returns.mean()),
-            "std_return": float(returns.std()), "standard_error": float(returns.std() / math.sqrt(len(returns))),
+            "std_return": float(returns.std()), "standard_error": stratified_error(returns),
             "mean_length": float(len(rewards)),
             **(fix_metrics(record["fixes"]) if args.workflow else {})}  # fmt: skip
 
@@ -1593,17 +1606,27 @@ def next_order(args: SearchArgs, history: list[dict[str, Any]]) -> int:
     return int(bound.argmax())
 
 
-def try_order(args: SearchArgs, base: Args, order: int, start: Path | None, logdir: Path) -> dict[str, Any]:
-    """Train a policy for an order, from the weights at `start`, and judge it on episodes that its training has not
-    seen; returns its record for the history, with the "signal" that cut the training short."""
+def shared_args(args: SearchArgs, base: Args) -> Args:
+    """The arguments of the training that a search begins with."""
+    return replace(base, seed=args.seed, total_timesteps=args.shared_timesteps)
+
+
+def order_args(args: SearchArgs, base: Args, order: int) -> Args:
+    """The arguments of an order's training."""
     steps = args.n_envs * args.train_episodes_per_env * base.max_steps
-    run = replace(
-        base, workflow=",".join(ORDERS[order]), seed=args.seed, logdir=str(logdir), total_timesteps=steps,
-        resume=(logdir / "latest.pt").exists(), init_from=None if start is None else str(start),
-        num_envs=args.n_envs, num_steps=args.update_every_steps, num_minibatches=1, learning_rate=args.learning_rate,
+    return replace(
+        base, workflow=",".join(ORDERS[order]), seed=args.seed, total_timesteps=steps, num_envs=args.n_envs,
+        num_steps=args.update_every_steps, num_minibatches=1, learning_rate=args.learning_rate,
         eval_every=0, save_every=steps // 4, compliance_threshold=args.compliance_threshold,
         min_episodes=args.min_episodes,
     )  # fmt: skip
+
+
+def try_order(args: SearchArgs, base: Args, order: int, start: Path | None, logdir: Path) -> dict[str, Any]:
+    """Train a policy for an order, from the weights at `start`, and judge it on episodes that its training has not
+    seen; returns its record for the history, with the "signal" that cut the training short."""
+    resume, init_from = (logdir / "latest.pt").exists(), None if start is None else str(start)
+    run = replace(order_args(args, base, order), logdir=str(logdir), resume=resume, init_from=init_from)
     with open(logdir.parent / "training.log", "a") as log, contextlib.redirect_stdout(log):
         result = train(run)
     run = replace(run, num_envs=1, eval_episodes=args.eval_episodes)
@@ -1628,6 +1651,14 @@ def search(args: SearchArgs) -> int | None:
         base = replace(known_args(load_checkpoint(Path(args.shared))["args"]), track=False)
         if base.workflow != "any":
             raise UsageError(f"--shared {args.shared} was not trained with --workflow any, but {base.workflow}.")
+    if args.update_every_steps > args.train_episodes_per_env * base.max_steps:
+        raise UsageError(
+            f"--update-every-steps {args.update_every_steps} is more than the steps of --train-episodes-per-env "
+            f"{args.train_episodes_per_env}, {args.train_episodes_per_env * base.max_steps}."
+        )
+    if args.shared is None and args.shared_timesteps < base.batch_size:
+        raise UsageError(f"--shared-timesteps {args.shared_timesteps} is less than one batch, {base.batch_size}.")
+    validate(order_args(args, base, 0))
     default = f"runs/search__{base.red_agent}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     logdir, history = Path(args.logdir or default), []
     if args.resume:
@@ -1677,8 +1708,8 @@ def explore(
     shared = None if args.shared is None else Path(args.shared)
     if shared is None and args.warm_start == "shared" and not args.fresh_policy_per_order:
         shared = logdir / "shared" / "latest.pt"
-        run = replace(base, seed=args.seed, logdir=str(shared.parent), total_timesteps=args.shared_timesteps)
-        interrupt.signum = train(replace(run, resume=shared.exists()))["signal"] or interrupt.signum
+        run = replace(shared_args(args, base), logdir=str(shared.parent), resume=shared.exists())
+        interrupt.signum = train(run)["signal"] or interrupt.signum
     while len(history) < args.n_workflows and interrupt.signum is None:
         order, start = next_order(args, history), shared
         if args.fresh_policy_per_order or (args.warm_start != "shared" and not history):
@@ -1767,7 +1798,8 @@ def validate_search(args: SearchArgs) -> None:
     if args.fresh_policy_per_order and args.warm_start != "shared":
         raise UsageError(f"--fresh-policy-per-order and --warm-start {args.warm_start} exclude each other.")
     require(args, "at least 1", lambda x: x >= 1, "n_envs", "update_every_steps", "train_episodes_per_env", "n_start",
-            "eval_episodes", "shared_timesteps")  # fmt: skip
+            "shared_timesteps")  # fmt: skip
+    require(args, "at least 2, for a standard error", lambda x: x >= 2, "eval_episodes")
     require(args, f"in 1..{len(ORDERS)}", lambda x: 1 <= x <= len(ORDERS), "n_workflows")
     require(args, "positive", lambda x: x > 0, "learning_rate", "gp_scale")
     require(args, "at least 0", lambda x: x == "srinivas" or x >= 0, "gp_beta", "min_episodes", "seed")
@@ -1877,9 +1909,10 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
         plot_actions(blue_actions / len(everything), logdir / "actions.png")
         print(logdir / "actions.png")
     print("\n" + "\n".join(f"{name:<12} {mean:>8.2f} +- {error:.2f}" for name, (mean, error) in cells.items()))
-    error = float(np.std(everything, ddof=1) / math.sqrt(len(everything))) if len(everything) > 1 else None
-    summary = {"mean_return": float(np.mean(everything)), "standard_error": error, "returns": everything,
-               "cells": {name: [mean, None if math.isnan(error) else error] for name, (mean, error) in cells.items()},
+    error = stratified_error(np.stack([part.sum(0) for part in rewards.values()]))
+    known = {name: [None if math.isnan(x) else x for x in cell] for name, cell in cells.items()}  # JSON has no nan
+    summary = {"mean_return": float(np.mean(everything)), "standard_error": None if math.isnan(error) else error,
+               "returns": everything, "cells": known,
                "score": sum(mean for mean, _ in cells.values()),
                **(fix_metrics(np.array(fixes)) if fixes else {})}  # fmt: skip
     print(json.dumps(summary))

@@ -383,6 +383,23 @@ def trained(cage2: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path
     return run
 
 
+def test_the_standard_error_of_several_opponents_is_that_of_strata(cage2: ModuleType) -> None:
+    """Three opponents, two episodes each: variances 2, 0 and 8 over 2 episodes, so sqrt(1 + 0 + 4) / 3."""
+    returns = np.array([[-10.0, -12.0], [-50.0, -50.0], [0.0, -4.0]])
+    assert cage2.stratified_error(returns) == pytest.approx(math.sqrt(5) / 3)
+    assert math.isnan(cage2.stratified_error(returns[:, :1]))
+
+
+def test_play_of_one_episode_is_still_json(run_main: Callable[..., tuple[int, str, str]], trained: Path) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    code, output, _ = run_main("play", "--logdir", str(trained), "--episodes", "1", "--red-agent", "meander")
+    summary = json.loads(output.splitlines()[-1], parse_constant=refuse)
+    assert code == 0
+    assert summary["standard_error"] is None
+
+
 def test_play_ends_with_the_summary_as_json(run_main: Callable[..., tuple[int, str, str]], trained: Path) -> None:
     flags = ["play", "--logdir", str(trained), "--episodes", "3", "--red-agent", "meander", "--version", "head"]
     code, output, _ = run_main(*flags)

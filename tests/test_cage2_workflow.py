@@ -503,6 +503,9 @@ def test_two_ranks_with_workflows_learn_what_one_process_would(cage2: ModuleType
         (["search", "--resume"], ["--resume", "--logdir"]),
         (["search", "--shared", "results/cage2_best.pt"], ["cage2_best.pt", "--workflow any"]),
         (["search", "--gp-beta", "-1"], ["--gp-beta", "-1"]),
+        (["search", "--eval-episodes", "1"], ["--eval-episodes", "at least 2"]),
+        (["search", "--update-every-steps", "6000"], ["--update-every-steps 6000", "5000"]),
+        (["search", "--shared-timesteps", "1000"], ["--shared-timesteps 1000", "25600"]),
         (["search", "--shared", "x.pt", "--red-agent", "b_line"], ["--shared", "--red-agent"]),
         (["search", "--fresh-policy-per-order", "--warm-start", "last"], ["--fresh-policy-per-order", "last"]),
         (["--gamma", "1"], ["--gamma 1", "--finite-horizon"]),
@@ -517,6 +520,7 @@ def test_mistakes_are_refused_in_one_sentence(
     assert code == 2
     assert len(error.strip().splitlines()) == 1
     assert all(word in error for word in words), error
+    assert not list(tmp_path.glob("run/history.json"))  # nothing is in the way of a second try
 
 
 # ---- Gaussian process -----------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ class Cage2VecEnv(VectorEnv):
         state_in_info: put `describe`'s account of the true state in every info (a microsecond each; for people).
         render_mode: what `render` returns for each environment: "ansi" text or "rgb_array" picture.
 
-    Raises ValueError, in one sentence, on any setting, action, seed or state that does not fit.
+    Raises ValueError, in one sentence, on a setting, action, seed or state out of its range.
     """
 
     metadata: dict[str, Any] = {

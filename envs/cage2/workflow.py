@@ -156,7 +156,8 @@ class WorkflowEnv(VectorWrapper):
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
         if seed is not None:
-            self.seeds = seed + np.arange(self.num_envs) if isinstance(seed, int) else np.array(seed)
+            seeds = seed + np.arange(self.num_envs) if isinstance(seed, int | np.integer) else seed
+            self.seeds = np.array([old if new is None else new for new, old in zip(seeds, self.seeds, strict=True)])
             self.episodes[:], self.recent[:] = 0, 0
         obs, infos = self.env.reset(seed=seed, options=options)
         self._start(np.arange(self.num_envs))
