@@ -336,22 +336,30 @@ def test_parameter_groups_of_equal_learning_rate_are_one_group() -> None:
 
 
 def test_joint_clipping_lets_a_large_value_error_slow_the_actor() -> None:
-    """What does it: under one norm of 0.5 the critic's gradient uses up the allowance, and once it falls the old,
-    tiny actor gradients in Adam's average hold the actor back; with a norm each, the critic's scale is no concern."""
-    movement: dict[tuple[bool, float], float] = {}
-    for joint, target in itertools.product((True, False), (1.0, 1000.0)):
+    """Under one norm of 0.5 a large critic error scales the actor's gradient down, and a plain gradient step with it.
+    Adam divides a constant factor out again, until the scaled gradients come near its epsilon. With a norm each, the
+    critic's scale is no concern of either."""
+    make_optimizers: dict[str, Any] = {
+        "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
+        "Adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, eps=1e-5),
+    }
+    movement: dict[tuple[str, bool, float], float] = {}
+    for name, joint, target in itertools.product(make_optimizers, (True, False), (1.0, 1000.0, 100_000.0)):
         actor, critic, loss = quadratic(target)
         start = actor.detach().clone()
-        optimizer = torch.optim.SGD([actor, critic], lr=1e-2)
+        optimizer = make_optimizers[name]([actor, critic])
         for _ in range(50):
             optimizer.zero_grad()
             loss().backward()
             for scope in [[actor, critic]] if joint else [[actor], [critic]]:
                 torch.nn.utils.clip_grad_norm_(scope, 0.5)
             optimizer.step()
-        movement[joint, target] = float((actor.detach() - start).norm())
-    assert movement[True, 1000.0] < 0.05 * movement[True, 1.0]
-    assert movement[False, 1000.0] == pytest.approx(movement[False, 1.0])
+        movement[name, joint, target] = float((actor.detach() - start).norm())
+    assert movement["SGD", True, 1000.0] < 0.05 * movement["SGD", True, 1.0]
+    assert movement["Adam", True, 1000.0] > 0.8 * movement["Adam", True, 1.0]  # the factor is 0.001 there,
+    assert movement["Adam", True, 100_000.0] < 0.2 * movement["Adam", True, 1.0]  # and 0.00001 here
+    for name, target in itertools.product(make_optimizers, (1000.0, 100_000.0)):
+        assert movement[name, False, target] == pytest.approx(movement[name, False, 1.0])
 
 
 # ---- the policy gradient and its baseline ---------------------------------------------------------------------------
