@@ -75,7 +75,8 @@ class SubprocVecEnv(VectorEnv):
         on_worker_failure: "raise", or "restart": a worker that died or hung in `step` or `reset` is replaced, its
             episodes come back as truncated, with reward 0, the observation before the step as the final one, and
             `infos["worker_restarted"]` set; other environments lose nothing. New environments know nothing of
-            earlier `set_attr`s. A worker lost again and again without finishing a step, 4 times, raises.
+            earlier `set_attr`s. A worker lost in `reset` raises if a mask spares some of its environments, whose
+            episodes nobody could then end; so does one lost again and again, 4 times, without finishing a step.
         episode_statistics: add "episode": {"r": return, "l": length} to an episode's last info (that is in
             `final_info` under SAME_STEP), unless the environment did.
 
@@ -241,6 +242,7 @@ class SubprocVecEnv(VectorEnv):
         for n in chosen:
             if seed[n] is not None:
                 self._pool.seeds[n] = seed[n]
+        self._parts[WHOLE].restarted.clear()
         self._begin("reset", self._resets)
 
     def _masked(self, mask: Any) -> list[int]:
@@ -261,12 +263,17 @@ class SubprocVecEnv(VectorEnv):
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for `reset_async`; return observations (num_envs, ...) and infos. Raises as `step_wait` does."""
 
+        part = self._parts[WHOLE]
+
         def reset_again(worker: Worker) -> None:
+            part.restarted.add(worker)
             self._pool.request("reset", self._resets, [worker])
             self._pool.collect("reset", [worker])
 
         infos = self._merge({}, self._collect("reset", timeout, reset_again))
-        return self._fresh(self._parts[WHOLE].observations), infos
+        while part.restarted:
+            infos = self._merge(infos, [(n, {"worker_restarted": True}) for n in part.restarted.pop().env_indices])
+        return self._fresh(part.observations), infos
 
     def step(self, actions: Any) -> StepReturn:
         """Step every environment once: `step_async`, then `step_wait`."""
@@ -376,6 +383,10 @@ class SubprocVecEnv(VectorEnv):
         return infos
 
     # ---- after the loss of a worker -----------------------------------------------------------------------------
+
+    def _may_replace(self, worker: Worker, method: str) -> bool:
+        everything_ends = method == "step" or {n for n, _ in self._resets}.issuperset(worker.env_indices)
+        return everything_ends and self.on_worker_failure == "restart"
 
     def _begin_anew(self, worker: Worker) -> None:
         """Begin new episodes in the new environments of a worker that was lost during a step."""
@@ -524,7 +535,7 @@ class SubprocVecEnv(VectorEnv):
                 del self._pending[part_index]
                 return results
             except WorkerError as error:
-                if error.worker is not None and begin_anew is not None and self.on_worker_failure == "restart":
+                if error.worker is not None and begin_anew is not None and self._may_replace(error.worker, method):
                     try:
                         self._pool.replace(error, begin_anew)
                     except BaseException:

@@ -728,9 +728,32 @@ def test_a_replacement_ends_its_episodes_even_if_the_wait_for_others_timed_out(t
 @pytest.mark.filterwarnings("ignore:.*WARN")
 def test_a_worker_lost_in_reset_is_replaced_and_reset_again(tmp_path: Path) -> None:
     envs = four_envs("sigkill", "reset", tmp_path / "failed", on_worker_failure="restart")
-    observations, _ = envs.reset(seed=10)
+    observations, infos = envs.reset(seed=10)
     assert observations.tolist() == [0, 0, 0, 0]
+    assert infos["worker_restarted"].tolist() == [False, False, True, True]
     assert envs.np_random_seed == (10, 11, 12, 13)
+    assert envs.reset()[1] == {}
+    close_in_time(envs)
+
+
+@pytest.mark.filterwarnings("ignore:.*WARN")
+@pytest.mark.parametrize(("chosen", "replaced"), [(3, False), (2, True)])
+def test_a_worker_lost_in_a_masked_reset_is_replaced_only_if_all_its_environments_were_to_be_reset(
+    chosen: int, replaced: bool
+) -> None:
+    envs = four_envs("none", "nowhere", autoreset_mode="Disabled", on_worker_failure="restart")
+    envs.reset()
+    envs.step([0, 0, 0, 0])
+    os.kill(envs._pool.workers[1].process.pid, signal.SIGKILL)
+    options = {"reset_mask": np.arange(4) >= chosen}
+    if replaced:
+        observations, infos = envs.reset(options=options)
+        assert observations.tolist() == [1, 1, 0, 0]
+        assert infos["worker_restarted"].tolist() == [False, False, True, True]
+        assert envs.step([0, 0, 0, 0])[0].tolist() == [2, 2, 1, 1]
+    else:
+        with pytest.raises(WorkerError, match=r"Worker 1 .*was killed by SIGKILL"):
+            envs.reset(options=options)
     close_in_time(envs)
 
 
