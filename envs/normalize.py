@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from envs.save_state import get_vector_state, set_vector_state
 
@@ -35,6 +35,7 @@ class RunningMeanStd:
 
     def update(self, batch: np.ndarray) -> None:
         """Absorb `batch` (batch_size, *shape)."""
+        batch = np.asarray(batch, np.float64)  # squares of float32 overflow at 2e19, of float16 at 256
         size = batch.shape[0]
         mean = np.add.reduce(batch, 0) / max(size, 1)
         centred = batch - mean
@@ -47,14 +48,17 @@ class RunningMeanStd:
             self.merge(mean, var, moments[-1])
 
     def merge(self, mean: np.ndarray, var: np.ndarray, count: float) -> None:
-        """Absorb another stream of which only mean, variance (each `shape`) and length are known."""
+        """Absorb another stream of which only mean, variance (each `shape`) and length are known; leave it out if
+        the variance would overflow."""
         if count == 0:
             return
         total = self.count + count
         delta = mean - self.mean
+        var = (self.var * self.count + var * count + delta * delta * (self.count * count / total)) / total
+        if not np.isfinite(np.add.reduce(var, None)):
+            return  # an infinite variance would turn every later observation into a healthy-looking 0
         self.mean = self.mean + delta * (count / total)
-        self.var = (self.var * self.count + var * count + delta * delta * (self.count * count / total)) / total
-        self.count = total
+        self.var, self.count = var, total
 
     def get_state(self) -> dict[str, Any]:
         return {"mean": self.mean.copy(), "var": self.var.copy(), "count": self.count}
@@ -155,9 +159,10 @@ class NormalizeObservation(_SaveableWrapper):
 class NormalizeReward(_SaveableWrapper):
     """Rewards become r / sqrt(var(discounted return) + epsilon), clipped to [-clip, clip].
 
-    The discounted return of each environment restarts at either end of an episode. `gamma` must be the gamma
-    of training, or the scale is that of another problem. The untouched rewards stay in `infos["raw_reward"]`,
-    (num_envs,), so that what is reported is always the task's own reward.
+    The discounted return of each environment restarts at either end of an episode and at a reset; a step that only
+    resets (NEXT_STEP) is not counted. `gamma` must be the gamma of training, or the scale is that of another
+    problem. The untouched rewards stay in `infos["raw_reward"]`, (num_envs,), so that what is reported is always
+    the task's own reward.
     """
 
     def __init__(
@@ -172,22 +177,35 @@ class NormalizeReward(_SaveableWrapper):
         super().__init__(env, training)
         self.gamma, self.clip, self.epsilon = gamma, clip, epsilon
         self.returns = np.zeros(self.num_envs)
+        self._ended = np.zeros(self.num_envs, np.bool_)  # their next step only resets; never in SAME_STEP
+        self._same_step = env.metadata.get("autoreset_mode") is AutoresetMode.SAME_STEP
         self.statistics = RunningMeanStd(gather=gather)
+
+    def reset(self, *, seed=None, options=None):
+        begun = (options or {}).get("reset_mask", np.ones(self.num_envs, np.bool_))  # Gymnasium takes it out
+        obs, infos = self.env.reset(seed=seed, options=options)
+        self.returns[begun] = 0.0
+        self._ended[begun] = False
+        return obs, infos
 
     def step(self, actions):
         obs, rewards, terminations, truncations, infos = self.env.step(actions)
         self.returns = self.returns * self.gamma + rewards
+        finite = np.isfinite(self.returns)
         if self.training:
-            finite = np.isfinite(self.returns)
-            self.statistics.update(self.returns if finite.all() else self.returns[finite])
-        self.returns[terminations | truncations] = 0.0
+            self.statistics.update(self.returns[finite & ~self._ended])
+        ended = terminations | truncations
+        self.returns[ended | ~finite] = 0.0  # a nan would stay for ever where episodes never end
+        if not self._same_step:
+            self._ended = ended
         infos["raw_reward"] = rewards
         scaled = _clip(rewards / np.sqrt(self.statistics.var + self.epsilon), self.clip)
         return obs, scaled, terminations, truncations, infos
 
     def own_state(self) -> dict[str, Any]:
-        return {"returns": self.returns.copy(), **self.statistics.get_state()}
+        return {"returns": self.returns.copy(), "ended": self._ended.copy(), **self.statistics.get_state()}
 
     def set_own_state(self, state: dict[str, Any]) -> None:
         self.returns = np.array(state["returns"])
+        self._ended = np.array(state.get("ended", np.zeros(self.num_envs, np.bool_)))  # older ones are of SAME_STEP
         self.statistics.set_state(state)

@@ -11,6 +11,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import envs.queueing  # noqa: F401  (registers TwoQueue-v0)
 from envs.normalize import NormalizeObservation, NormalizeReward, RunningMeanStd
 from envs.subproc_vec_env import SubprocVecEnv
 
@@ -51,6 +52,31 @@ def test_the_prior_fades_at_once() -> None:
     running.update(np.array([4.0, 6.0]))  # mean 5, variance 1; the prior weighs 1e-4 of a sample
     assert float(running.mean) == pytest.approx(5.0, abs=1e-3)
     assert float(running.var) == pytest.approx(1.0, abs=2e-3)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+def test_samples_of_low_precision_are_summed_in_double(dtype: Any) -> None:
+    batch = np.array([[300.0], [300.25], [301.0]], dtype)
+    running, double = RunningMeanStd((1,)), RunningMeanStd((1,))
+    running.update(batch)
+    double.update(batch.astype(np.float64))
+    np.testing.assert_equal(running.get_state(), double.get_state())
+
+
+def test_a_large_but_finite_observation_leaves_a_finite_variance() -> None:
+    running = RunningMeanStd((2,))
+    running.update(np.array([[1e20, 1.0], [0.0, 3.0]], np.float32))
+    np.testing.assert_allclose(running.var, [2.5e39, 1.0], rtol=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore:overflow")
+@pytest.mark.parametrize("batch", [[[1e200], [0.0]], [[1e200]], [[1e308], [1e308]]])
+def test_what_overflows_double_precision_is_left_out(batch: Any) -> None:
+    running = RunningMeanStd((1,))
+    running.update(np.array([[1.0], [3.0]]))
+    before = running.get_state()
+    running.update(np.array(batch))
+    np.testing.assert_equal(running.get_state(), before)
 
 
 # ---- observations ---------------------------------------------------------------------------------------------------
@@ -175,6 +201,40 @@ def test_rewards_are_not_scaled_by_evaluation_statistics() -> None:
     np.testing.assert_equal(frozen.statistics.get_state(), before)
 
 
+@pytest.mark.parametrize("mode", AutoresetMode)
+def test_the_scale_does_not_depend_on_when_environments_reset(mode: AutoresetMode) -> None:
+    """The row of a reset in NEXT_STEP, whose reward of 0 nobody earned, is not counted."""
+    env_fns = [lambda: gym.make("KnownValues-v0", max_episode_steps=5)] * NUM_ENVS
+    wrapped = NormalizeReward(SyncVectorEnv(env_fns, autoreset_mode=mode), 0.9)
+    wrapped.reset(seed=1)
+    returns, reference, resetting = np.zeros(NUM_ENVS), RunningMeanStd(), np.zeros(NUM_ENVS, bool)
+    for _ in range(40):
+        terminated, truncated, infos = wrapped.step(actions())[2:]
+        ended = terminated | truncated
+        returns = 0.9 * returns + infos["raw_reward"]
+        reference.update(returns[~resetting])
+        returns[ended] = 0
+        if mode is AutoresetMode.NEXT_STEP:
+            assert infos["raw_reward"].tolist() == [0.0 if reset else 1.0 for reset in resetting]
+            resetting = ended
+        elif mode is AutoresetMode.DISABLED and ended.any():
+            wrapped.reset(options={"reset_mask": ended})
+        np.testing.assert_equal(wrapped.statistics.get_state(), reference.get_state())
+
+
+def test_a_reset_starts_new_sums_where_it_resets() -> None:
+    wrapped = NormalizeReward(SyncVectorEnv([lambda: gym.make("TwoQueue-v0")] * NUM_ENVS), 0.9)
+    wrapped.reset(seed=1)
+    for _ in range(20):
+        wrapped.step(actions())
+    before = wrapped.returns.copy()
+    assert before.all()
+    wrapped.reset(options={"reset_mask": np.array([False, True, False])})
+    assert wrapped.returns.tolist() == [before[0], 0.0, before[2]]
+    wrapped.reset()
+    assert not wrapped.returns.any()
+
+
 # ---- faults ---------------------------------------------------------------------------------------------------------
 
 
@@ -196,13 +256,27 @@ def test_one_broken_environment_shows_and_spoils_no_other(what: str, value: floa
         assert np.isfinite(statistics["var"]).all()
 
 
+def test_an_environment_counts_again_after_one_nan_reward() -> None:
+    """Also where episodes never end, and the sum of its rewards would be nan for ever."""
+    env_fns = [lambda: gym.make("Poison-reward-nan-v0")] * NUM_ENVS
+    wrapped = NormalizeReward(SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP), 0.99)
+    wrapped.reset(seed=2)
+    counts = []
+    for _ in range(22):
+        wrapped.step(actions() + 1)
+        counts.append(round(wrapped.statistics.count))
+    assert np.diff(counts)[-4:].tolist() == [NUM_ENVS, NUM_ENVS - 1, NUM_ENVS, NUM_ENVS]  # the 20th is nan
+    assert wrapped.returns[1] == pytest.approx(1.99)  # 1 * 0.99 + 1, from zero again
+
+
 # ---- saved and restored ---------------------------------------------------------------------------------------------
 
 
-def test_a_restored_stack_continues_bit_for_bit() -> None:
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
+def test_a_restored_stack_continues_bit_for_bit(mode: AutoresetMode) -> None:
     def stack() -> Any:
         env_fns = [lambda: gym.make("KnownValues-v0", max_episode_steps=5)] * NUM_ENVS
-        envs = SubprocVecEnv(env_fns, num_workers=1, autoreset_mode=AutoresetMode.SAME_STEP)
+        envs = SubprocVecEnv(env_fns, num_workers=1, autoreset_mode=mode)
         return NormalizeReward(NormalizeObservation(envs), 0.9)
 
     first, second = stack(), stack()
@@ -210,6 +284,8 @@ def test_a_restored_stack_continues_bit_for_bit() -> None:
         first.reset(seed=1)
         for _ in range(7):
             first.step(actions())
+        while not np.logical_or(*first.step(actions())[2:4]).any():
+            pass  # in NEXT_STEP an environment waits for its reset now
         state = first.get_state()
         expected = [first.step(actions()) for _ in range(15)]
         second.reset(seed=99)
@@ -220,6 +296,16 @@ def test_a_restored_stack_continues_bit_for_bit() -> None:
     finally:
         first.close()
         second.close()
+
+
+def test_a_state_from_before_resets_were_left_out_still_loads() -> None:
+    wrapped = NormalizeReward(known_values(), 0.9)
+    wrapped.reset(seed=1)
+    wrapped.step(actions())
+    state = wrapped.own_state()
+    del state["ended"]
+    wrapped.set_own_state(state)
+    assert wrapped.own_state()["ended"].tolist() == [False] * NUM_ENVS
 
 
 def test_states_are_copies() -> None:
