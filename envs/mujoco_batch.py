@@ -102,6 +102,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         self._elapsed = np.zeros(num_envs, np.int64)
         self._ended = np.zeros(num_envs, np.bool_)  # episodes that wait for their reset; none in SAME_STEP
         self._position = self._task.position()
+        self._restored_obs: Array | None = None  # between set_state() and a step: what was returned last
         self._generators = [seeding.np_random()[0] for _ in range(num_envs)]
         self._everywhere = np.ones(num_envs, np.bool_)
         self._everywhere.flags.writeable = False
@@ -134,7 +135,9 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
                 self._generators[n] = seeding.np_random(own_seed)[0]
         self._begin_episodes(mask)
         self._ready_in = self._process
-        return self._task.observe(), self._merge((self._task.reset_info(), mask))
+        if self._restored_obs is not None:
+            self._restored_obs[mask] = self._task.observe()[mask]
+        return self._last_obs(), self._merge((self._task.reset_info(), mask))
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array, Infos]:
         """Apply actions (N, number of actuators) for `frame_skip` substeps of the physics.
@@ -156,6 +159,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
                 raise ResetNeeded(f"Environments {np.flatnonzero(self._ended).tolist()} ended: reset them first.")
             begins, ids = self._ended, np.flatnonzero(~self._ended).astype(np.int32)
 
+        self._restored_obs = None
         sims.ctrl[...] = actions
         sims.step(self._frame_skip, ids)
         if task.contact_forces:
@@ -189,6 +193,9 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
             info = self._merge((info, ~begins), (task.reset_info(), begins)) | final
         return task.observe(), rewards, terminations, truncations, info
 
+    def _last_obs(self) -> Array:
+        return self._task.observe() if self._restored_obs is None else self._restored_obs.copy()
+
     def _begin_episodes(self, mask: Array) -> None:
         env: Any = self._template.unwrapped
         ids = np.flatnonzero(mask).astype(np.int32)
@@ -201,7 +208,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         self._sims.forward(ids)
         self._elapsed[ids] = 0
         self._ended = self._ended & ~mask
-        self._position = self._task.position()
+        self._position[mask] = self._task.position()[mask]  # of the others, set_state() has put back better ones
 
     def _merge(self, *parts: tuple[Infos, Array]) -> Infos:
         """Gymnasium's vector infos of (fresh arrays, where they hold): zeros, and a false mask, elsewhere."""
@@ -224,6 +231,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
             "env_id": self._env_id,
             "physics": self._sims.state.copy(),
             "position": self._position.copy(),
+            "observations": self._last_obs(),
             "elapsed": self._elapsed.copy(),
             "ended": self._ended.copy(),
             "generators": [generator.bit_generator.state for generator in self._generators],
@@ -245,6 +253,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         self._sims.state[...] = state["physics"]
         # not recomputed, since MuJoCo's derived positions lie one substep behind its state
         self._position = state["position"].copy()
+        self._restored_obs = state["observations"].copy() if "observations" in state else None  # not in older states
         self._elapsed, self._ended = state["elapsed"].copy(), state["ended"].copy()
         for generator, saved in zip(self._generators, state["generators"], strict=True):
             generator.bit_generator.state = saved
