@@ -15,6 +15,7 @@ every wait has a limit and notices a dead worker. `envs/_worker_pool.py` holds t
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -242,7 +243,6 @@ class SubprocVecEnv(VectorEnv):
         for n in chosen:
             if seed[n] is not None:
                 self._pool.seeds[n] = seed[n]
-        self._parts[WHOLE].restarted.clear()
         self._begin("reset", self._resets)
 
     def _masked(self, mask: Any) -> list[int]:
@@ -306,7 +306,8 @@ class SubprocVecEnv(VectorEnv):
             multiprocessing.TimeoutError: after `timeout` seconds; the step stays pending and can be waited for.
             WorkerError: if an environment raised (it is then also of that exception's type), or a worker died, or
                 it took longer than `step_timeout` (then it is also a multiprocessing.TimeoutError). The text names
-                the environment, its seed, its last action and the place in the code. Only `close` is possible then.
+                the environment, its seed, its last action and the place in the code. Only `close` is possible then,
+                as it is after a KeyboardInterrupt in the middle of any call.
         """
         return self._end_step(WHOLE, "step", timeout)
 
@@ -340,7 +341,7 @@ class SubprocVecEnv(VectorEnv):
 
     def _begin_step(self, actions: Any, part_index: int, name: str) -> None:
         part = self._parts[part_index]
-        part.restarted.clear()
+        requests: Requests | None = None
         if self.on_worker_failure == "restart":
             write_tree(part.observations_before, part.observations)
         try:
@@ -352,10 +353,8 @@ class SubprocVecEnv(VectorEnv):
             if np.shape(part.actions) != (count, 1) or np.shape(actions) != (count,):
                 raise
             write_tree(part.actions, np.reshape(actions, (-1, 1)), "same_kind")
-            self._pool.request("step", list(enumerate(actions, part.rows.start)), part.workers)
-        else:
-            self._pool.request("step", workers=part.workers)
-        self._pending[part_index] = name
+            requests = list(enumerate(actions, part.rows.start))
+        self._begin(name, requests, part_index)
 
     def _end_step(self, part_index: int, name: str, timeout: float | None) -> StepReturn:
         part, table = self._parts[part_index], self._shared.info_table
@@ -505,9 +504,20 @@ class SubprocVecEnv(VectorEnv):
                 f"Calling `{method}` while waiting for a pending call to `{pending}` to complete.", pending
             )
 
-    def _begin(self, name: str, requests: Requests) -> None:
-        self._pool.request(name, requests)
-        self._pending[WHOLE] = name
+    def _begin(self, name: str, requests: Requests | None, part_index: int = WHOLE) -> None:
+        part = self._parts[part_index]
+        part.restarted.clear()
+        try:
+            self._pool.request("step" if name == "send" else name, requests, part.workers)
+            self._pending[part_index] = name
+        except BaseException as error:
+            if any(worker.pending for worker in part.workers):  # otherwise a request could not be pickled
+                self._interrupted(name, error)
+            raise
+
+    def _interrupted(self, name: str, error: BaseException) -> None:
+        """Go no further, after Ctrl-C say: nobody knows which workers have begun, or answered, and which not."""
+        self._pool.failure = f"`{name}` was interrupted by {error!r}."
 
     def _call_workers(self, name: str, requests: Requests) -> Results:
         self._assert_free(name)
@@ -552,6 +562,12 @@ class SubprocVecEnv(VectorEnv):
                         logger.error("%s", env_error.trace)
                     if error.errors:
                         logger.error("Raising the last exception back to the main process.")
+                raise
+            except multiprocessing.TimeoutError:  # the call stays pending
+                raise
+            except BaseException as error:
+                self._pending.pop(part_index, None)
+                self._interrupted(name, error)
                 raise
 
     def close_extras(self, timeout: float | None = None, terminate: bool = False) -> None:

@@ -459,6 +459,42 @@ def test_ctrl_c_that_nobody_handles_ends_everything_in_time(tmp_path: Path, env:
     assert not wait_until_dead(pids, 0.5)
 
 
+class Interrupting:
+    """A semaphore during whose `release` or `acquire` Ctrl-C is pressed."""
+
+    def __init__(self, semaphore: Any, too_early: bool) -> None:
+        self.semaphore, self.too_early = semaphore, too_early
+
+    def release(self) -> None:
+        if not self.too_early:
+            self.semaphore.release()
+        raise KeyboardInterrupt
+
+    def acquire(self, *arguments: Any) -> bool:
+        if not self.too_early:
+            self.semaphore.acquire()
+        raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("too_early", [False, True])
+@pytest.mark.parametrize("worker", [0, 1])
+@pytest.mark.parametrize("semaphore", ["go", "done"])
+def test_ctrl_c_in_the_middle_of_a_step_leaves_only_close(semaphore: str, worker: int, too_early: bool) -> None:
+    envs = four_envs("none", "nowhere", step_timeout=3.0)
+    envs.reset()
+    interrupted = envs._pool.workers[worker]
+    real = getattr(interrupted, semaphore)
+    setattr(interrupted, semaphore, Interrupting(real, too_early))
+    with pytest.raises(KeyboardInterrupt):
+        envs.step([1, 2, 3, 4])
+    setattr(interrupted, semaphore, real)
+    with pytest.raises(NoAsyncCallError):
+        envs.step_wait()
+    with pytest.raises(WorkerError, match=r"Nothing but close\(\) .*`step` was interrupted by KeyboardInterrupt"):
+        envs.step([1, 2, 3, 4])
+    close_in_time(envs)
+
+
 @pytest.mark.parametrize("context", CONTEXTS[:2])
 def test_a_script_that_forgets_to_close_ends_at_once_and_leaves_nothing(tmp_path: Path, context: str) -> None:
     process = start_script(tmp_path, "envs.step([0] * 6)\nmain.envs = envs", arguments=f"context='{context}'")
