@@ -11,6 +11,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -129,6 +131,14 @@ class Worker:
         return exit_code, trace.decode(errors="replace")
 
 
+def limit_waits(pipe: connection.Connection, seconds: float) -> None:
+    """Let a read or write at this end raise BlockingIOError after so long: the other process may have been stopped."""
+    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+    with socket.socket(fileno=os.dup(pipe.fileno())) as end:
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            end.setsockopt(socket.SOL_SOCKET, option, limit)
+
+
 def end_all(workers: Sequence[Worker]) -> None:
     """Kill all workers that still run."""
     for worker in workers:
@@ -183,6 +193,8 @@ class WorkerPool:
         others = [other for other in self.workers if other.started and other is not worker]
         env_fns = [self._env_fns[i] for i in worker.env_indices]
         worker.start(self._context, self._daemon, others, env_fns=env_fns, **self._options)
+        if self.step_timeout is not None and sys.platform != "win32":
+            limit_waits(worker.pipe, self.step_timeout)
 
     def _constructed(self, worker: Worker, deadline: float) -> Any:
         errors, description = self._receive(worker, "construction", deadline)
@@ -245,8 +257,12 @@ class WorkerPool:
             worker.pending, worker.deadline = True, deadline
             worker.go.release()
             if requests is not None:
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # collect() will report it in full
+                try:  # collect() will report what goes wrong in full
                     worker.pipe.send_bytes(messages[place])
+                except (BrokenPipeError, ConnectionResetError):
+                    pass
+                except BlockingIOError:
+                    worker.deadline, deadline = -math.inf, self._deadline()  # the others' time begins only now
 
     def collect(self, name: str, workers: Sequence[Worker], timeout: float | None = None) -> Results:
         """Wait for the workers' replies to `name`; return their results in the order of the environments.
@@ -290,8 +306,8 @@ class WorkerPool:
         if worker.control[REPLY] == PICKLED:
             try:
                 message = worker.pipe.recv_bytes()
-            except (EOFError, ConnectionResetError):
-                raise self._lost(worker, name) from None
+            except (EOFError, ConnectionResetError, BlockingIOError) as error:
+                raise self._lost(worker, name, hung=isinstance(error, BlockingIOError)) from None
             try:
                 worker.reply = pickle.loads(message)
             except Exception as error:
@@ -305,14 +321,15 @@ class WorkerPool:
 
     def _receive(self, worker: Worker, name: str, deadline: float) -> Any:
         """Return a message that a worker sends without saying so by its semaphore, as it does while it starts."""
-        left = max(0.0, deadline - time.monotonic())
-        ready = connection.wait([worker.pipe, worker.process.sentinel], left if left < 1e6 else None)
-        if not ready:
-            raise self._lost(worker, name, hung=True)
+        # Whether it lives is asked in so many words, since its death closes nothing if its environments have forked.
+        while not worker.pipe.poll(max(0.0, min(LIVENESS_SECONDS, deadline - time.monotonic()))):
+            alive = worker.process.is_alive()  # asked first: it may have sent something just before it died
+            if not worker.pipe.poll(0) and (not alive or time.monotonic() >= deadline):
+                raise self._lost(worker, name, hung=alive)
         try:
             return worker.pipe.recv()
-        except (EOFError, ConnectionResetError):
-            raise self._lost(worker, name) from None
+        except (EOFError, ConnectionResetError, BlockingIOError) as error:
+            raise self._lost(worker, name, hung=isinstance(error, BlockingIOError)) from None
 
     def _deadline(self) -> float:
         return time.monotonic() + (math.inf if self.step_timeout is None else self.step_timeout)

@@ -301,6 +301,53 @@ def test_an_idle_worker_that_is_killed_or_stopped_is_noticed(context: str, how: 
     close_in_time(envs)
 
 
+class ForkingEnv(CountEnv):
+    """Starts a process, which inherits all that its worker holds open, and dies."""
+
+    def __init__(self, pid_file: Path) -> None:
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        pid_file.write_text(str(child))
+        os._exit(3)
+
+
+@pytest.mark.parametrize("context", CONTEXTS[:2])
+def test_a_constructor_that_dies_is_noticed_even_if_its_child_lives(context: str, tmp_path: Path) -> None:
+    start = time.monotonic()
+    try:
+        with pytest.raises(WorkerError, match=r"Worker 1 .*exited with code 3 during construction"):
+            SubprocVecEnv([CountEnv, partial(ForkingEnv, tmp_path / "pid")], 2, context=context, step_timeout=30.0)
+    finally:
+        os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
+    assert time.monotonic() - start < 15.0
+
+
+@pytest.mark.timeout(20)
+def test_a_worker_that_is_stopped_does_not_block_a_large_request() -> None:
+    envs = four_envs("none", "nowhere", step_timeout=1.0)
+    os.kill(envs._pool.workers[0].process.pid, signal.SIGSTOP)
+    with pytest.raises(multiprocessing.TimeoutError, match=r"Worker 0 .*did not answer .* during set_attr"):
+        envs.set_attr("big", bytes(4_000_000))
+    close_in_time(envs)
+
+
+class BigEnv(CountEnv):
+    big = bytes(4_000_000)
+
+
+@pytest.mark.timeout(20)
+def test_a_worker_that_is_stopped_does_not_block_a_large_reply() -> None:
+    envs = SubprocVecEnv([BigEnv, CountEnv], 2, step_timeout=1.0)
+    envs.call_async("big")
+    time.sleep(0.5)  # by now the worker waits in the middle of its reply
+    os.kill(envs._pool.workers[0].process.pid, signal.SIGSTOP)
+    with pytest.raises(multiprocessing.TimeoutError, match=r"Worker 0 .*did not answer .* during call"):
+        envs.call_wait()
+    close_in_time(envs)
+
+
 def test_close_kills_an_environment_that_does_not_close() -> None:
     envs = SubprocVecEnv([StubbornEnv, CountEnv], 2)
     envs.reset()
