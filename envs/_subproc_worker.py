@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import logging
 import os
 import pickle
 import signal
@@ -16,15 +17,22 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from enum import Enum
+from functools import partial
 from multiprocessing import connection, parent_process, reduction
 from multiprocessing.synchronize import Semaphore
+from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import numpy as np
-from gymnasium import Env, Wrapper
+from gymnasium import Env, Space, Wrapper
+from gymnasium.envs.registration import EnvSpec
 from gymnasium.vector import AutoresetMode
+from gymnasium.wrappers import PassiveEnvChecker
 
 from envs._shared_memory import SharedBatch, copies_of_rows, map_tree, row_of, write_tree
 
@@ -347,7 +355,7 @@ class Worker:
             env, wrappers = state_layers(self.envs[slot])
             env.set_state(state["env"])
             for wrapper, attributes in zip(wrappers, state["wrappers"], strict=True):
-                vars(wrapper).update(attributes)
+                set_attributes(wrapper, attributes)
             self.needs_reset[slot] = state["needs_reset"]
             self.returns[slot], self.lengths[slot] = state["episode_return"], state["episode_length"]
 
@@ -366,17 +374,21 @@ class Worker:
         return errors, results
 
 
+class NoState(TypeError):
+    """An environment cannot be saved; the text says why."""
+
+
 def state_layers(env: Env) -> tuple[Any, list[Wrapper]]:
     """Return the outermost layer of `env` that has `get_state` and `set_state`, and the wrappers around it.
 
     Raises:
-        TypeError: if no layer has both.
+        NoState: if no layer has both.
     """
     layer: Any = env
     wrappers: list[Wrapper] = []
     while not (hasattr(type(layer), "get_state") and hasattr(type(layer), "set_state")):
         if not isinstance(layer, Wrapper):
-            raise TypeError(
+            raise NoState(
                 f"{env} cannot be saved, because {type(layer).__name__} lacks get_state() and set_state(state): "
                 "give it both, or train without exact resume."
             )
@@ -385,11 +397,90 @@ def state_layers(env: Env) -> tuple[Any, list[Wrapper]]:
     return layer, wrappers
 
 
-def plain_attributes(wrapper: Wrapper) -> dict[str, Any]:
-    """Return the numbers, flags, strings and arrays that a wrapper holds, such as TimeLimit's step counter."""
-    plain = (bool, int, float, str, np.generic, np.ndarray, type(None))
-    return {
-        name: value.item() if isinstance(value, np.generic) else value
-        for name, value in vars(wrapper).items()
-        if isinstance(value, plain)
-    }
+# What a wrapper holds that is no part of its state: how it was made, pictures, tools.
+UNSAVED_NAMES = {
+    *("_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs", "metadata", "_metadata"),
+    *("frame_list", "recorded_frames", "render_history", "window", "clock"),
+}
+UNSAVED_TYPES = (
+    *(Env, Space, EnvSpec, type, np.dtype, ModuleType, FunctionType, BuiltinFunctionType, MethodType, partial),
+    *(PurePath, logging.Logger),
+)
+
+
+class _Empty:
+    pass
+
+
+def has_only_attributes(value: Any) -> bool:
+    """Whether `value` is an object that holds nothing in slots or in C, where its class would need more space."""
+    same_size = type(value).__basicsize__ == _Empty.__basicsize__
+    return hasattr(value, "__dict__") and same_size and not isinstance(value, Enum)
+
+
+def plain_attributes(holder: Any, unsaved: Collection[str] = ()) -> dict[str, Any]:
+    """Return copies of what a wrapper holds, such as TimeLimit's step counter, made of plain values.
+
+    Dicts have the kind of what they stand for as their first key. A random generator, and an object with attributes
+    of its own, such as the statistics of NormalizeObservation, are restored in place by `set_attributes`.
+
+    Raises:
+        NoState: for an attribute of any other kind.
+    """
+    if isinstance(holder, PassiveEnvChecker):
+        return {}  # it compares the first steps of this very environment
+    state: dict[str, Any] = {}
+    for name, value in vars(holder).items():
+        if name in UNSAVED_NAMES or name in unsaved or isinstance(value, UNSAVED_TYPES):
+            continue
+        if isinstance(value, np.random.Generator):
+            state[name] = {"generator": value.bit_generator.state}
+        elif has_only_attributes(value):
+            state[name] = {"object": plain_attributes(value)}
+        else:
+            state[name] = _plain(value, f"{type(holder).__name__}.{name}")
+    return state
+
+
+def set_attributes(holder: Any, state: dict[str, Any]) -> None:
+    """Restore what `plain_attributes` returned, sharing nothing with it."""
+    for name, saved in state.items():
+        match saved:
+            case {"generator": content}:
+                getattr(holder, name).bit_generator.state = content
+            case {"object": content}:
+                set_attributes(getattr(holder, name), content)
+            case _:
+                vars(holder)[name] = _restored(saved)
+
+
+def _plain(value: Any, where: str) -> Any:
+    if isinstance(value, np.generic):
+        value = value.item()
+    if type(value) in (bool, int, float, str, type(None)):
+        return value
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return value.copy()
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item, where) for item in value)
+    if type(value) is deque:
+        return {"deque": [_plain(item, where) for item in value], "maxlen": value.maxlen}
+    if type(value) is dict:
+        return {"dict": {_plain(key, where): _plain(item, where) for key, item in value.items()}}
+    raise NoState(
+        f"{where} holds a {type(value).__name__}, which cannot be saved: use numbers, strings, arrays, lists, tuples, "
+        "dicts and deques, give the wrapper get_state() and set_state(state), or train without exact resume."
+    )
+
+
+def _restored(saved: Any) -> Any:
+    match saved:
+        case np.ndarray():
+            return saved.copy()
+        case list() | tuple():
+            return type(saved)(_restored(item) for item in saved)
+        case {"deque": items, "maxlen": maxlen}:
+            return deque(map(_restored, items), maxlen)
+        case {"dict": items}:
+            return {key: _restored(item) for key, item in items.items()}
+    return saved

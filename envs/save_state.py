@@ -1,21 +1,22 @@
 """Saving and restoring environments, so that a continued run is the unbroken one.
 
-An environment can be saved if some layer of it has `get_state()` and `set_state(state)`, or if it is one of
-Gymnasium's MuJoCo tasks. `make` is `gymnasium.make` with the state of all layers made accessible;
-`get_vector_state` and `set_vector_state` handle whole vector environments, ours or Gymnasium's.
+An environment can be saved if some layer of it has `get_state()` and `set_state(state)`, or if it is a `MujocoEnv`,
+and if `plain_attributes` can save the wrappers around that layer. `make` is `gymnasium.make` with the state of all
+layers made accessible; `get_vector_state` and `set_vector_state` handle whole vector environments, ours or Gymnasium's.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import gymnasium as gym
 import mujoco
 import numpy as np
 from gymnasium.envs.mujoco import MujocoEnv
-from gymnasium.vector import VectorEnv
+from gymnasium.vector import AutoresetMode, VectorEnv
 
-from envs._subproc_worker import plain_attributes, state_layers
+from envs._subproc_worker import NoState, plain_attributes, set_attributes, state_layers
 from envs.mujoco_batch import without_deprecation_note
 
 INTEGRATION = mujoco.mjtState.mjSTATE_INTEGRATION  # coordinates, velocities, controls, warm start
@@ -31,7 +32,8 @@ class SaveState(gym.Wrapper):
     """Offers the state of an environment and of all its wrappers (the time limit's counter) as one.
 
     `state` is a property as well, because Gymnasium's vector environments read and write attributes. For an environment
-    that cannot be saved it is None (an exception would end Gymnasium's worker), while the methods raise TypeError.
+    that cannot be saved it is None, with a warning that says why (an exception would end Gymnasium's worker), while
+    the methods raise NoState. Other exceptions of an environment's own `get_state` are faults, and go through.
     """
 
     def get_state(self) -> dict[str, Any]:
@@ -46,13 +48,14 @@ class SaveState(gym.Wrapper):
         else:
             env.set_state(state["env"])
         for wrapper, attributes in zip(wrappers, state["wrappers"], strict=True):
-            vars(wrapper).update(attributes)
+            set_attributes(wrapper, attributes)
 
     @property
     def state(self) -> dict[str, Any] | None:
         try:
             return self.get_state()
-        except TypeError:
+        except NoState as error:
+            warnings.warn(str(error), stacklevel=2)
             return None
 
     @state.setter
@@ -75,7 +78,10 @@ def _mujoco_state(env: MujocoEnv) -> dict[str, Any]:
     integration = np.empty(mujoco.mj_stateSize(env.model, INTEGRATION))
     mujoco.mj_getState(env.model, env.data, integration, INTEGRATION)
     derived = {name: value.copy() for name, value in _arrays(env.data).items()}
-    return {"integration": integration, "derived": derived, "rng": env.np_random.bit_generator.state}
+    state = {"integration": integration, "derived": derived, "rng": env.np_random.bit_generator.state}
+    if not type(env).__module__.startswith("gymnasium.envs.mujoco."):  # whose tasks keep all else in the simulation
+        state["attributes"] = plain_attributes(env, unsaved=("model", "data", "mujoco_renderer"))
+    return state
 
 
 def _set_mujoco_state(env: MujocoEnv, state: dict[str, Any]) -> None:
@@ -88,6 +94,7 @@ def _set_mujoco_state(env: MujocoEnv, state: dict[str, Any]) -> None:
         if saved is not None and value.shape == saved.shape:
             value[...] = saved
     env.np_random.bit_generator.state = state["rng"]
+    set_attributes(env, state.get("attributes", {}))
 
 
 def _arrays(data: mujoco.MjData) -> dict[str, np.ndarray]:
@@ -97,14 +104,20 @@ def _arrays(data: mujoco.MjData) -> dict[str, np.ndarray]:
 
 
 def get_vector_state(vec_env: VectorEnv) -> Any:
-    """The state of a vector environment, ours or Gymnasium's over environments from `make`; None if it has none."""
-    if not hasattr(vec_env, "get_state"):
-        states = list(vec_env.get_attr("state"))  # type: ignore[attr-defined]
-        return None if any(state is None for state in states) else states
-    try:
-        return vec_env.get_state()
-    except TypeError:
+    """The state of a vector environment, ours or Gymnasium's over environments from `make`; None if it has none.
+
+    Gymnasium's have one in SAME_STEP only: in other modes they do not tell which environments wait for their reset.
+    """
+    if hasattr(vec_env, "get_state"):
+        try:
+            return vec_env.get_state()
+        except NoState as error:
+            warnings.warn(str(error).splitlines()[0], stacklevel=2)  # the others are of a worker's trace
+            return None
+    if vec_env.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
         return None
+    states = list(vec_env.get_attr("state"))  # type: ignore[attr-defined]
+    return None if any(state is None for state in states) else states
 
 
 def set_vector_state(vec_env: VectorEnv, state: Any) -> bool:
