@@ -281,6 +281,15 @@ class WorkerPool:
             raise self._environment_error(errors, name)
         return [result for worker in workers for result in worker.reply[1]]
 
+    def environment_error(self, name: str, workers: Sequence[Worker]) -> WorkerError | None:
+        """Return the report of what environments raised by now, as far as their workers have not been waited for."""
+        for worker in workers:
+            if worker.pending and worker.done.acquire(False):
+                with contextlib.suppress(WorkerError):
+                    self._take_reply(worker, name)
+        errors = [error for worker in workers for error in worker.reply[0]]
+        return self._environment_error(errors, name) if errors else None
+
     def _wait(self, worker: Worker, name: str, patience: float, timeout: float | None) -> None:
         if self._poll and poll(worker.done):
             return

@@ -553,16 +553,19 @@ class SubprocVecEnv(VectorEnv):
                         raise
                     continue
                 del self._pending[part_index]
+                report = error
+                if error.worker is not None:  # what another worker's environment raised tells more, and may be why
+                    report = self._pool.environment_error(method, self._parts[part_index].workers) or error
                 if method in ("reset", "step"):
                     # As AsyncVectorEnv does: the workers concerned have closed their environments by now.
-                    for env_error in error.errors:
+                    for env_error in report.errors:
                         logger.error(
                             "Received the following error from Worker-%s - Shutting it down", env_error.env_index
                         )
                         logger.error("%s", env_error.trace)
-                    if error.errors:
+                    if report.errors:
                         logger.error("Raising the last exception back to the main process.")
-                raise
+                raise report from error.__cause__ if report is error else error
             except multiprocessing.TimeoutError:  # the call stays pending
                 raise
             except BaseException as error:

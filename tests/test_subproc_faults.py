@@ -259,6 +259,23 @@ def test_all_environments_that_raised_in_a_step_are_reported() -> None:
     close_in_time(envs)
 
 
+@pytest.mark.filterwarnings("ignore:.*ERROR")
+@pytest.mark.parametrize(("kind", "text"), [("sigkill", "was killed by SIGKILL"), ("hang", "did not answer")])
+@pytest.mark.parametrize("raises_first", [False, True])
+def test_an_exception_is_reported_even_if_another_worker_is_lost(kind: str, text: str, raises_first: bool) -> None:
+    env_fns = [partial(FaultyEnv, kind, "step"), partial(FaultyEnv, "exception", "step")]
+    envs = SubprocVecEnv(env_fns[:: -1 if raises_first else 1], 2)
+    envs.reset()
+    envs.step([0, 0])
+    envs._pool.step_timeout = 1.0
+    envs.step_async([0, 0])
+    time.sleep(0.5)  # by now the exception is there
+    with pytest.raises(ValueError, match=r"step in environment [01] .*the door is stuck") as caught:
+        envs.step_wait()
+    assert text in str(caught.value.__cause__)
+    close_in_time(envs)
+
+
 def test_an_info_that_cannot_be_pickled_is_an_error_of_its_environment() -> None:
     envs = SubprocVecEnv([CountEnv, CountEnv, LockEnv, CountEnv], 2)
     envs.reset()
@@ -339,7 +356,7 @@ class BigEnv(CountEnv):
 
 @pytest.mark.timeout(20)
 def test_a_worker_that_is_stopped_does_not_block_a_large_reply() -> None:
-    envs = SubprocVecEnv([BigEnv, CountEnv], 2, step_timeout=1.0)
+    envs = SubprocVecEnv([BigEnv, BigEnv], 2, step_timeout=1.0)
     envs.call_async("big")
     time.sleep(0.5)  # by now the worker waits in the middle of its reply
     os.kill(envs._pool.workers[0].process.pid, signal.SIGSTOP)
