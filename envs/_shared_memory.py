@@ -77,8 +77,9 @@ def write_tree(target: Any, value: Any, casting: Any = None) -> None:
     """Copy `value` into the arrays of `target`, which is nested in the same way.
 
     Raises:
-        ValueError: if a shape differs (NumPy alone would broadcast many a wrong shape without a word).
+        ValueError: if a shape differs (NumPy alone would broadcast many a wrong shape without a word), or the nesting.
         TypeError: for a single number in place of an array, or numbers that `casting` (`np.copyto`'s) does not allow.
+            With a `casting`, integers may be of any type if their values fit.
     """
     if isinstance(target, np.ndarray):
         shape = value.shape if isinstance(value, np.ndarray) else np.shape(value)
@@ -87,13 +88,24 @@ def write_tree(target: Any, value: Any, casting: Any = None) -> None:
             raise error(f"expected an array of shape {target.shape}, got one of shape {shape}")
         if casting is None:
             target[...] = value
-        else:
-            np.copyto(target, value, casting)
-    elif isinstance(target, dict):
-        for key, part in target.items():
-            write_tree(part, value[key], casting)
+            return
+        array = np.asarray(value)
+        if array.dtype == target.dtype or array.dtype.kind not in "iu" or target.dtype.kind not in "iu":
+            np.copyto(target, array, casting)
+            return
+        np.copyto(target, array, "unsafe")
+        if (differs := target != array).any():
+            raise TypeError(f"the action {array[differs][0]} does not fit {target.dtype}")
     else:
-        for part, part_value in zip(target, value, strict=True):
+        try:
+            if isinstance(target, dict):
+                parts = [(part, value[key]) for key, part in target.items()]
+            else:
+                parts = [*zip(target, value, strict=True)]
+        except (IndexError, KeyError, TypeError, ValueError):
+            kind = f"a dict with the keys {[*target]}" if isinstance(target, dict) else f"a tuple of {len(target)}"
+            raise ValueError(f"expected {kind}, got {value!r:.100}") from None
+        for part, part_value in parts:
             write_tree(part, part_value, casting)
 
 

@@ -284,12 +284,13 @@ class SubprocVecEnv(VectorEnv):
         """Begin a step of every environment.
 
         Args:
-            actions: an element of `action_space`: an array (num_envs, ...), or a dict or tuple of such.
+            actions: an element of `action_space`: an array (num_envs, ...), or a dict or tuple of such. Of any
+                integer type where integers are wanted; float64 is rounded to the space's type, mostly float32.
 
         Raises:
             ClosedEnvironmentError: after `close`. AlreadyPendingCallError: if another call is pending.
-            ValueError, TypeError: if `actions` has the wrong shape, is a single number, or has fractions where
-                integers are wanted.
+            ValueError, TypeError: if `actions` has the wrong shape or nesting, is a single number, or has fractions
+                where integers are wanted, or integers beyond the space's type.
         """
         self._assert_free("step_async")
         self._begin_step(actions, WHOLE, "step")
@@ -350,7 +351,9 @@ class SubprocVecEnv(VectorEnv):
             # For spaces of shape (1,), numbers are taken in place of arrays of one number. Environments then get what
             # AsyncVectorEnv would hand them: each its number as it came.
             count = part.rows.stop - part.rows.start
-            if np.shape(part.actions) != (count, 1) or np.shape(actions) != (count,):
+            if not isinstance(part.actions, np.ndarray) or part.actions.shape != (count, 1):
+                raise
+            if np.shape(actions) != (count,):
                 raise
             write_tree(part.actions, np.reshape(actions, (-1, 1)), "same_kind")
             requests = list(enumerate(actions, part.rows.start))

@@ -728,3 +728,47 @@ def test_fractions_are_no_discrete_actions() -> None:
             envs.step(actions)
     assert envs.step(np.array([1, 2], np.int32))[1].tolist() == [1, 2]
     envs.close()
+
+
+@pytest.mark.parametrize(
+    ("space", "fits", "too_much"),
+    [
+        (Discrete(4, dtype=np.uint8), 3, -1),
+        (MultiDiscrete([2, 300], dtype=np.uint16), [1, 299], [0, 65_536]),
+        (MultiBinary(2), [0, 1], [256, 257]),
+        (Box(-(2**31), 2**31 - 1, (2,), np.int32), [-5, 7], [2**31, 0]),
+        (Discrete(2, dtype=np.int32), 1, 2**32),
+    ],
+    ids=str,
+)
+def test_integer_actions_of_another_type_arrive_if_they_fit(space: gym.Space, fits: Any, too_much: Any) -> None:
+    envs = make(2, partial(EchoEnv, Dict(a=space)))
+    envs.reset()
+    with pytest.raises(TypeError, match=r"the action -?\d+ does not fit u?int\d+"):
+        envs.step({"a": np.array([too_much] * 2)})  # int64, which is what agents return
+    observations, *_ = envs.step({"a": np.array([fits] * 2)})
+    assert observations["a"].tolist() == [fits] * 2
+    envs.close()
+
+
+@pytest.mark.parametrize(
+    ("space", "actions", "text"),
+    [
+        (Dict(a=UNIT, b=UNIT), {"a": np.zeros((2, 2))}, "expected a dict with the keys ['a', 'b'], got {'a': array("),
+        (Dict(a=UNIT, b=UNIT), np.zeros((2, 2)), "expected a dict with the keys ['a', 'b'], got array("),
+        (Tuple((UNIT, UNIT)), (np.zeros((2, 2)),), "expected a tuple of 2, got (array("),
+        (
+            Tuple((UNIT, Discrete(2))),
+            (np.zeros(2), np.zeros(2)),
+            "expected an array of shape (2, 2), got one of shape (2,)",
+        ),
+    ],
+    ids=["missing key", "array for dict", "short tuple", "wrong shape"],
+)
+def test_actions_of_a_wrong_nesting_are_refused_in_a_sentence(space: gym.Space, actions: Any, text: str) -> None:
+    envs = make(2, partial(EchoEnv, space))
+    envs.reset()
+    with pytest.raises(ValueError, match=re.escape(text)):
+        envs.step(actions)
+    envs.step(envs.action_space.sample())
+    envs.close()
