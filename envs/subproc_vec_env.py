@@ -478,7 +478,8 @@ class SubprocVecEnv(VectorEnv):
             WorkerError, also a TypeError: if an environment lacks `get_state()` or `set_state(state)`.
         """
         states = self._call_workers("get_state", [(n, None) for n in range(self.num_envs)])
-        return {"envs": [state for _, state in states], "seeds": list(self._pool.seeds)}
+        observations = map_tree(self._shared.observations, np.copy)  # a reset by mask returns those that it spares
+        return {"envs": [state for _, state in states], "seeds": list(self._pool.seeds), "observations": observations}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore what `get_state` returned. Workers may be more or fewer than they were then.
@@ -490,6 +491,8 @@ class SubprocVecEnv(VectorEnv):
             raise ValueError(f"This state is of {len(state['envs'])} environments, but here are {self.num_envs}.")
         self._call_workers("set_state", list(enumerate(state["envs"])))
         self._pool.seeds[:] = state["seeds"]
+        if "observations" in state:  # otherwise it is an older state
+            write_tree(self._shared.observations, state["observations"])
 
     # ---- the pending call ---------------------------------------------------------------------------------------
 

@@ -628,7 +628,7 @@ def limited_noise() -> gym.Env:
     return gym.wrappers.TimeLimit(NoiseEnv(), 7)
 
 
-@pytest.mark.parametrize("mode", MODES[:2], ids=lambda mode: mode.name)
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_a_restored_state_continues_bit_for_bit_with_another_number_of_workers(mode: AutoresetMode) -> None:
     env = limited_noise
     first = make(5, env, 2, autoreset_mode=mode, episode_statistics=True)
@@ -636,13 +636,21 @@ def test_a_restored_state_continues_bit_for_bit_with_another_number_of_workers(m
     random_steps(first, 10)
     state = first.get_state()
     assert_plain(state)
-    expected = random_steps(first, 40, seed=9)
+    some = {"reset_mask": np.array([True, False, False, True, False])}
+
+    def go_on(envs: SubprocVecEnv) -> list[tuple]:
+        return [envs.reset(options=some), *random_steps(envs, 40, seed=9)]
+
+    expected = go_on(first)
     second = make(5, env, 3, autoreset_mode=mode, episode_statistics=True)
     second.set_state(state)
-    assert_same(random_steps(second, 40, seed=9), expected)
+    assert_same(go_on(second), expected)
     first.set_state(state)  # and again where it came from
-    assert_same(random_steps(first, 40, seed=9), expected)
-    assert any(step[3].any() for step in expected)  # TimeLimit's counter was in it
+    assert_same(go_on(first), expected)
+    assert any(step[3].any() for step in expected[1:] if len(step) == 5)  # TimeLimit's counter was in it
+    del state["observations"]  # as of earlier versions
+    second.set_state(state)
+    assert_same(go_on(second)[1:], expected[1:])
     smaller = make(2, env)
     with pytest.raises(ValueError, match="This state is of 5 environments, but here are 2"):
         smaller.set_state(state)
