@@ -173,6 +173,7 @@ class WorkerPool:
         self.seeds: list[int | None] = [None] * len(env_fns)
         self.failure: str | None = None  # why nothing but closing is possible any more
         self.step_timeout = step_timeout
+        self.process = os.getpid()  # the workers are not a forked child's to command or end
         self._env_fns = [CloudpickleWrapper(env_fn) for env_fn in env_fns]
         self._context = multiprocessing.get_context(context)
         self._daemon = daemon
@@ -396,7 +397,18 @@ class WorkerPool:
     # ---- the end ----------------------------------------------------------------------------------------------
 
     def close(self, timeout: float | None = None, terminate: bool = False) -> None:
-        """End all workers: let environments close for `timeout` (default 2) seconds, or not at all; then kill."""
+        """End all workers: let environments close for `timeout` (default 2) seconds, or not at all; then kill.
+
+        In a forked child, just let go of what it has inherited.
+        """
+        if self.shared is not None:
+            self.shared.close()
+        if os.getpid() != self.process:
+            for worker in self.workers:
+                if worker.started:
+                    worker.pipe.close()
+                    worker.crash_pipe.close()
+            return
         deadline = time.monotonic() + (CLOSE_SECONDS if timeout is None else timeout)
         living = [] if terminate else [worker for worker in self.workers if worker.started]
         pending = [worker for worker in living if worker.pending]
@@ -422,5 +434,3 @@ class WorkerPool:
             if worker.started and not worker.pending:
                 worker.process.join(max(0.0, deadline - time.monotonic()))
         self._end_all()
-        if self.shared is not None:
-            self.shared.close()

@@ -499,6 +499,8 @@ class SubprocVecEnv(VectorEnv):
     def _assert_running(self) -> None:
         if self.closed:
             raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
+        if os.getpid() != self._pool.process:
+            raise RuntimeError("A SubprocVecEnv obeys only the process that made it: make one in the child.")
 
     def _assert_free(self, method: str, part_index: int = WHOLE) -> None:
         self._assert_running()

@@ -705,6 +705,28 @@ def test_a_forked_child_of_the_parent_leaves_the_workers_alone() -> None:
     close_in_time(envs)
 
 
+def test_a_forked_child_can_neither_command_the_workers_nor_end_them() -> None:
+    envs = four_envs("none", "nowhere")
+    envs.reset()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    envs.step_async([1, 2, 3, 4])
+    child = os.fork()
+    if child == 0:
+        try:
+            for use in (partial(envs.step, [0] * 4), envs.step_wait, envs.reset, envs.get_state):
+                with pytest.raises(RuntimeError, match="obeys only the process that made it: make one in the child"):
+                    use()
+            envs.close()
+            assert len(os.listdir("/proc/self/fd")) == descriptors - 5  # two pipes a worker, and the memory
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    assert envs.step_wait()[1].tolist() == [1, 2, 3, 4]
+    assert envs.step([1, 2, 3, 4])[1].tolist() == [1, 2, 3, 4]
+    close_in_time(envs)
+
+
 def test_making_and_closing_many_leaks_nothing() -> None:
     def cycle() -> None:
         envs = four_envs("none", "nowhere")
