@@ -1137,7 +1137,7 @@ def learn(
         if set_vector_state(vec_env, to_arrays(own["envs"])):
             env_obs, episode_returns, episode_lengths = to_arrays(own["episodes"])
         else:
-            print(f"{args.env_id} cannot be saved (it has no get_state), so new episodes begin; not the same run.")
+            print(f"{args.env_id} cannot be saved, so new episodes begin; not the same run.")
             env_obs, _ = vec_env.reset(seed=args.seed + first_env + counters.global_step)
         set_random_states(own["random"])
         print(f"continuing after step {counters.global_step:,}", flush=True)
