@@ -74,7 +74,7 @@ class Args:
     or an Atari game, as ALE/Breakout-v5"""
     seed: int = 1
     """seed of networks, sampling and environments (environment n gets seed + n)"""
-    total_timesteps: int = 1_000_000
+    total_timesteps: int = 1_500_000
     """environment steps (decisions) of the whole run, summed over environments"""
     logdir: str | None = None
     """run folder; default runs/{env_id}__{script}__{seed}__{time}"""

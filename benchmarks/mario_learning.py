@@ -55,12 +55,12 @@ NO_GROWTH = ["--minibatch-growth", "1"]
 SHORT_ROLLOUTS = ["--num-steps", "64", "--num-minibatches", "8", *NO_GROWTH]
 VARIANTS: dict[str, list[str]] = {
     "default": [],
-    "long": ["--total-timesteps", "1500000"],
-    "no_growth": [*NO_GROWTH, "--total-timesteps", "1500000"],
-    "short_rollouts": SHORT_ROLLOUTS,
+    "million": ["--total-timesteps", "1000000"],
+    "no_growth": NO_GROWTH,
+    "short_rollouts": [*SHORT_ROLLOUTS, "--total-timesteps", "1000000"],
     "constant_entropy": [*SHORT_ROLLOUTS, "--no-anneal-ent", "--total-timesteps", "1200000"],
     "large_vf_coef": ["--num-steps", "128", "--num-minibatches", "16", *NO_GROWTH, "--no-anneal-ent",
-                      "--vf-coef", "0.5", "--total-timesteps", "1500000"],
+                      "--vf-coef", "0.5"],
     "quick": ["--num-envs", "8", "--num-steps", "64", "--num-minibatches", "4", "--total-timesteps", "1024",
               "--max-episode-steps", "20"],
 }  # fmt: skip
