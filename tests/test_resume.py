@@ -399,7 +399,13 @@ def test_a_signal_ends_the_run_cleanly_and_it_can_go_on(
     """The update under way is finished and saved, the message says how to continue, and the end is the same."""
     logdir, output = tmp_path / "run", tmp_path / "output.txt"
     argv = [*FLAGS.split(), "--logdir", str(logdir), "--total-timesteps", str(64 * 4000), "--no-anneal-lr"]
-    pid = fork(lambda: continuous.main(argv), output)
+
+    def run() -> int:
+        if signum == signal.SIGHUP:
+            signal.signal(signum, signal.SIG_DFL)  # under nohup it would be ignored
+        return continuous.main(argv)
+
+    pid = fork(run, output)
     deadline = time.monotonic() + 100
     while rows(logdir) < 3 and time.monotonic() < deadline:
         time.sleep(0.002)
