@@ -1141,8 +1141,8 @@ def learn(
     normalize_here = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
     loss_args = replace(args, ent_coef=ent_coef, norm_adv=args.norm_adv and not normalize_here)
 
-    fewest = args.num_minibatches // args.minibatch_growth
-    per_call = math.gcd(4, fewest)  # four steps in one compiled call save a third of its time
+    late_num_minibatches = args.num_minibatches // args.minibatch_growth
+    per_call = math.gcd(4, late_num_minibatches)  # four steps in one compiled call save a third of its time
 
     def learn_from(minibatches: list[torch.Tensor]) -> list[torch.Tensor]:
         """A step on each minibatch of tensors (n, minibatch size, ...) in turn, until one exceeds --target-kl; returns
@@ -1220,7 +1220,7 @@ def learn(
         started = time.perf_counter()
         counters.update += 1
         progress = (counters.update - 1) / args.num_updates
-        num_minibatches = args.num_minibatches // (args.minibatch_growth if progress >= 1 / 3 else 1)
+        num_minibatches = args.num_minibatches if progress < 1 / 3 else late_num_minibatches
         annealing = 1 - progress if args.anneal_lr else 1.0  # detail 4
         rates[0].fill_(args.learning_rate * annealing)
         if args.anneal_ent:

@@ -711,6 +711,14 @@ def play_episodes(
     return {name: np.array(values) for name, values in record.items()}
 
 
+def stratified_error(returns: np.ndarray) -> float:
+    """The standard error of the mean of returns (num_red_agents, num_episodes). Red agents are strata of fixed size:
+    that they differ is no noise. nan for one episode each."""
+    if returns.shape[1] < 2:
+        return math.nan
+    return float(np.sqrt((returns.var(axis=1, ddof=1) / returns.shape[1]).sum()) / len(returns))
+
+
 def prefix_returns(rewards: dict[str, np.ndarray]) -> dict[str, list[float]]:
     """For rewards (num_steps, num_episodes) against each red agent, the mean return and its standard error over the
     first 30, 50 and 100 steps: {"b_line_30": [mean, error], ...}.
@@ -722,17 +730,8 @@ def prefix_returns(rewards: dict[str, np.ndarray]) -> dict[str, list[float]]:
     for red, part in rewards.items():
         for horizon in sorted({min(horizon, len(part)) for horizon in HORIZONS}):
             sums = part[:horizon].sum(0)
-            error = sums.std(ddof=1) / math.sqrt(len(sums)) if len(sums) > 1 else math.nan
-            cells[f"{red}_{horizon}"] = [float(sums.mean()), float(error)]
+            cells[f"{red}_{horizon}"] = [float(sums.mean()), stratified_error(sums[None])]
     return cells
-
-
-def stratified_error(returns: np.ndarray) -> float:
-    """The standard error of the mean of returns (num_red_agents, num_episodes). Red agents are strata of fixed size:
-    that they differ is no noise. nan for one episode each."""
-    if returns.shape[1] < 2:
-        return math.nan
-    return float(np.sqrt((returns.var(axis=1, ddof=1) / returns.shape[1]).sum()) / len(returns))
 
 
 def evaluate(agent: Agent, args: Args, deterministic: bool = True, seed: int = 10_000) -> dict[str, Any]:

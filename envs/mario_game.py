@@ -57,7 +57,8 @@ class MarioGame:
             _start_states[key] = self.core.save()
         self.core.load(_start_states[key])
         self.core.step(0)  # so that there is a picture
-        self.stage, self.level, self.best_x, self.best_x_of_life = stage, self._read_level(), {}, {}
+        self.stage, self.best_x, self.best_x_of_life = stage, {}, {}
+        self.level = _level(self.core.ram.tobytes())
         self.measure()
 
     def _run_start_screen(self, stage: str) -> None:
@@ -121,9 +122,10 @@ class MarioGame:
     def is_over(self, death: bool, goal: bool) -> bool:
         """Whether the game ended with this frame. A single stage also ends when a warp zone leads out of
         it."""
-        level, self.level = self.level, self._read_level()
+        ram = self.core.ram.tobytes()
+        level, self.level = self.level, _level(ram)
         if self.stage == "full":
-            return (goal and level == LAST_LEVEL) or self.core.ram.tobytes()[_LIVES] == _NO_LIVES
+            return (goal and level == LAST_LEVEL) or ram[_LIVES] == _NO_LIVES
         return death or goal or self.level != level
 
     def measure(self) -> tuple[int, int]:
@@ -135,7 +137,7 @@ class MarioGame:
         stage counts nothing.
         """
         ram = self.core.ram.tobytes()
-        x, level = ram[_PAGE] * 256 + ram[_X], self._read_level()
+        x, level = ram[_PAGE] * 256 + ram[_X], _level(ram)
         # Where an area's enemies stand in the cartridge tells areas apart. (The byte called AreaPointer does not: it
         # is the area that the next pipe leads to, and changes on the way to that pipe.)
         area = level << 16 | ram[_ENEMY_DATA_HIGH] << 8 | ram[_ENEMY_DATA_LOW]
@@ -185,9 +187,10 @@ class MarioGame:
         self.best_x, self.best_x_of_life = dict(state["best_x"]), dict(state["best_x_of_life"])
         self.stage, self.level, self.x, self.clock = (state[name] for name in ("stage", "level", "x", "clock"))
 
-    def _read_level(self) -> int:
-        ram = self.core.ram.tobytes()
-        return ram[_WORLD] * 4 + ram[_STAGE]
+
+def _level(ram: bytes) -> int:
+    """Return the number of the stage that is being played, 0 to 31."""
+    return ram[_WORLD] * 4 + ram[_STAGE]
 
 
 def _number(digits: bytes) -> int:
