@@ -747,9 +747,11 @@ def update_leaderboard(logdir: Path, args: Args, score: float | list[float], ste
     """Enter a run's best.pt among the `keep` best of all runs of the same problem and settings.
 
     They stand beside the run folder in best/{env_id}__{hash of the settings}/ with index.json: score at full
-    precision, run, step, file. A lock makes concurrent runs take turns; the index is replaced, never edited.
+    precision, run, the step of best.pt, hash and file. A lock makes concurrent runs take turns; the index is replaced,
+    never edited.
     """
-    settings = {name: value for name, value in asdict(args).items() if name not in {*RESUMABLE, "seed"}}
+    of_one_run = RESUMABLE - {"total_timesteps"} | {"seed"}  # longer runs compete with their like
+    settings = {name: value for name, value in asdict(args).items() if name not in of_one_run}
     config_hash = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     folder = logdir.resolve().parent / "best" / f"{args.env_id.replace('/', '_')}__{config_hash}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -757,7 +759,8 @@ def update_leaderboard(logdir: Path, args: Args, score: float | list[float], ste
         fcntl.flock(lock, fcntl.LOCK_EX)
         index = folder / "index.json"
         entries = json.loads(index.read_text()) if index.exists() else []
-        entry: dict[str, Any] = {"score": score, "run": logdir.name, "step": step, "file": f"{logdir.name}.pt"}
+        entry: dict[str, Any] = {"score": score, "run": logdir.name, "step": step, "config": config_hash,
+                                 "file": f"{logdir.name}.pt"}  # fmt: skip
         others = [other for other in entries if other["run"] != entry["run"]]
         entries = sorted([*others, entry], key=lambda item: item["score"], reverse=True)
         if entry in entries[:keep]:
@@ -885,9 +888,11 @@ class Counters:
     update: int = 0  # rollouts collected and learnt from
     global_step: int = 0  # environment steps, summed over environments
     episodes: int = 0  # ended episodes; each is followed by a reset
+    epochs: float = 0.0  # passes over a batch
     minibatch_updates: int = 0  # optimiser steps
     best_success_rate: float = -math.inf  # of the best evaluation so far: that with the highest success rate
     best_return: float = -math.inf  # and, among those, with the highest mean return
+    best_step: int = 0  # and when it was
     seconds: float = 0.0  # time spent collecting and learning
 
 
@@ -1295,6 +1300,7 @@ def learn(
             check_gradients(logdir, steps[before:], minibatches)
             if len(steps) < before + num_minibatches:  # --target-kl was exceeded
                 break
+        counters.epochs += len(steps) / num_minibatches
         counters.minibatch_updates += len(steps)
         counters.global_step += args.batch_size
         shares = ranks.gather_objects((ended, raw_reward_sum))
@@ -1310,6 +1316,9 @@ def learn(
             **{f"train/{name}": value for name, value in zip([*LOSS_METRICS, "grad_norm"], means, strict=True)},
             "train/explained_variance": explained_variance(b_values, b_returns),
             "train/value_abs_error": float((b_values - b_returns).abs().mean()),
+            "train/value_mean": float(b_values.mean()),
+            "train/return_mean": float(b_returns.mean()),
+            "train/return_variance": float(b_returns.var(correction=0)),
             "train/advantage_std": advantage_std,
             "train/learning_rate": args.learning_rate * annealing,
             "train/ent_coef": float(ent_coef),
@@ -1321,6 +1330,7 @@ def learn(
             "rollout/resets": counters.episodes,
             "counters/train_steps": counters.update * num_steps,
             "counters/rollouts": counters.update,
+            "counters/epochs": counters.epochs,
             "counters/minibatch_updates": counters.minibatch_updates,
         }
         logger.write("progress.csv", counters.global_step, record)
@@ -1361,6 +1371,7 @@ def learn(
             ranking = [np.nan_to_num(evaluation["success_rate"]).item(), evaluation["mean_return"]]
             if ranking > [counters.best_success_rate, counters.best_return]:
                 counters.best_success_rate, counters.best_return = ranking
+                counters.best_step = counters.global_step
                 save("best.pt")
             advice = hint(record, progress, 0.05 * math.log(num_actions)) if args.hints else None
             if advice:
@@ -1386,7 +1397,7 @@ def learn(
     else:
         with outlive_disk_errors(logdir.parent / "best"):
             ranking = [counters.best_success_rate, counters.best_return]  # in the order that best.pt is chosen by
-            update_leaderboard(logdir, args, ranking, counters.global_step)
+            update_leaderboard(logdir, args, ranking, counters.best_step)
         logged = read_csv(logdir / "eval.csv")  # has the last evaluation of a run that was finished before
         evaluation = evaluation or {name.removeprefix("eval/"): column[-1] for name, column in logged.items()}
         score = f"mean return {evaluation.get('mean_return', math.nan):.1f}"

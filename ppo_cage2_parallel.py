@@ -874,9 +874,11 @@ def update_leaderboard(logdir: Path, args: Args, score: float | list[float], ste
     """Enter a run's best.pt among the `keep` best of all runs of the same problem and settings.
 
     They stand beside the run folder in best/{env_id}__{hash of the settings}/ with index.json: score at full
-    precision, run, step, file. A lock makes concurrent runs take turns; the index is replaced, never edited.
+    precision, run, the step of best.pt, hash and file. A lock makes concurrent runs take turns; the index is replaced,
+    never edited.
     """
-    settings = {name: value for name, value in asdict(args).items() if name not in {*RESUMABLE, "seed"}}
+    of_one_run = RESUMABLE - {"total_timesteps"} | {"seed"}  # longer runs compete with their like
+    settings = {name: value for name, value in asdict(args).items() if name not in of_one_run}
     config_hash = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     folder = logdir.resolve().parent / "best" / f"{args.env_id.replace('/', '_')}__{config_hash}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -884,7 +886,8 @@ def update_leaderboard(logdir: Path, args: Args, score: float | list[float], ste
         fcntl.flock(lock, fcntl.LOCK_EX)
         index = folder / "index.json"
         entries = json.loads(index.read_text()) if index.exists() else []
-        entry: dict[str, Any] = {"score": score, "run": logdir.name, "step": step, "file": f"{logdir.name}.pt"}
+        entry: dict[str, Any] = {"score": score, "run": logdir.name, "step": step, "config": config_hash,
+                                 "file": f"{logdir.name}.pt"}  # fmt: skip
         others = [other for other in entries if other["run"] != entry["run"]]
         entries = sorted([*others, entry], key=lambda item: item["score"], reverse=True)
         if entry in entries[:keep]:
@@ -995,8 +998,10 @@ class Counters:
     update: int = 0  # rollouts collected and learnt from
     global_step: int = 0  # environment steps, summed over environments
     episodes: int = 0  # ended episodes; each is followed by a reset
+    epochs: float = 0.0  # passes over a batch
     minibatch_updates: int = 0  # optimiser steps
     best_return: float = -math.inf  # best evaluation so far: its score
+    best_step: int = 0  # and when it was
     compliant: bool = False  # whether an evaluation has confirmed --compliance-threshold
     seconds: float = 0.0  # time spent collecting and learning
 
@@ -1387,6 +1392,7 @@ def learn(
             check_gradients(logdir, steps[before:], minibatches)
             if len(steps) < before + args.num_minibatches:  # --target-kl was exceeded
                 break
+        counters.epochs += len(steps) / args.num_minibatches
         counters.minibatch_updates += len(steps)
         counters.global_step += args.batch_size
         shares = ranks.gather_objects((ended, fixes))
@@ -1409,6 +1415,9 @@ def learn(
             **{f"train/{name}": value for name, value in zip([*LOSS_METRICS, "grad_norm"], means, strict=True)},
             "train/explained_variance": explained_variance(b_values, b_returns),
             "train/value_abs_error": float((b_values - b_returns).abs().mean()),
+            "train/value_mean": float(b_values.mean()),
+            "train/return_mean": float(b_returns.mean()),
+            "train/return_variance": float(b_returns.var(correction=0)),
             "train/advantage_std": advantage_std,
             "train/learning_rate": args.learning_rate * annealing,
             "train/ent_coef": float(ent_coef),
@@ -1419,6 +1428,7 @@ def learn(
             "rollout/resets": counters.episodes,
             "counters/train_steps": counters.update * num_steps,
             "counters/rollouts": counters.update,
+            "counters/epochs": counters.epochs,
             "counters/minibatch_updates": counters.minibatch_updates,
         }
         if args.workflow:
@@ -1455,7 +1465,7 @@ def learn(
             cells = {f"eval/{name}": cell[0] for name, cell in evaluation["cells"].items()}
             logger.write("eval.csv", counters.global_step, scores | cells)
             if evaluation["score"] > counters.best_return:
-                counters.best_return = evaluation["score"]
+                counters.best_return, counters.best_step = evaluation["score"], counters.global_step
                 save("best.pt")
             if args.capture_video and ranks.rank == 0:
                 one = make_envs(replace(args, num_envs=1), render_mode="rgb_array")
@@ -1482,7 +1492,7 @@ def learn(
         outcome = "stopped; continue with --resume --logdir"
     else:
         with outlive_disk_errors(logdir.parent / "best"):
-            update_leaderboard(logdir, args, counters.best_return, counters.global_step)
+            update_leaderboard(logdir, args, counters.best_return, counters.best_step)
         logged = read_csv(logdir / "eval.csv")  # has the last evaluation of a run that was finished before
         evaluation = evaluation or {name.removeprefix("eval/"): column[-1] for name, column in logged.items()}
         outcome = f"score {evaluation.get('score', math.nan):.2f}, best {counters.best_return:.2f}; run folder"

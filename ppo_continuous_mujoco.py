@@ -525,16 +525,24 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
     return math.nan if variance == 0 else float(1 - (returns - values).var(correction=0) / variance)
 
 
+def gaussian_kl(mean: torch.Tensor, log_std: torch.Tensor, mean_2: torch.Tensor, log_std_2: torch.Tensor) -> float:
+    """KL(old || new) in nats of Gaussian policies with independent components, averaged over the states: the means are
+    (batch, action_dim), the logarithms of the standard deviations (1, action_dim)."""
+    squares = torch.exp(2 * (log_std - log_std_2)) + ((mean - mean_2) * torch.exp(-log_std_2)) ** 2
+    return float((log_std_2 - log_std + 0.5 * (squares - 1)).sum(-1).mean())
+
+
 def is_stable(costs: np.ndarray) -> bool:
-    """Whether a continuing task's cost (one value an update) stopped growing: the least-squares slope over the
-    last half of the run is at most two standard errors above 0."""
-    y = np.asarray(costs, dtype=float)[len(costs) // 2 :]
-    if len(y) < 3:
-        return True
+    """Whether the cost of a continuing task, (steps, episodes), has stopped growing: over the last half of the steps
+    the episodes' least-squares slopes are on average at most three standard errors above 0.
+
+    Costs of one episode depend on each other, so that its residuals say little about its slope's error; the error is
+    taken from the spread over the episodes. Over the updates of a run nothing would show: each reset empties a queue.
+    """
+    y = costs[len(costs) // 2 :]
     x = np.arange(len(y)) - (len(y) - 1) / 2
-    slope = (x @ y) / (x @ x)
-    residuals = y - y.mean() - slope * x
-    return bool(slope <= 2 * math.sqrt((residuals @ residuals) / (len(y) - 2) / (x @ x)))
+    slopes = (x @ y) / (x @ x)
+    return bool(slopes.mean() <= 3 * slopes.std(ddof=1) / math.sqrt(len(slopes)))
 
 
 # ==========================================================================================================
@@ -589,7 +597,8 @@ def evaluate(
 
     Episode i starts from seed + i, so that two evaluations differ by their policies alone; an episode without a
     time limit ends after 1000 steps. Returns mean_return, std_return, mean_length, the lists returns and lengths,
-    and, with render_mode "rgb_array", the frames of episode 0, each (height, width, 3) uint8.
+    stable (see `is_stable`; nan for a single episode or where one ended before the time limit) and, with render_mode
+    "rgb_array", the frames of episode 0, each (height, width, 3) uint8.
     """
     num_envs = args.eval_episodes
     vec_env = make_envs(replace(args, num_envs=num_envs), training=False, render_mode=render_mode)
@@ -599,7 +608,7 @@ def evaluate(
     generator = torch.Generator(device).manual_seed(seed)
     space: Any = vec_env.single_action_space
     limit = args.reset_steps or gym.spec(args.env_id).max_episode_steps or 1000
-    returns, lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=int)
+    rewards_of_steps, lengths = [], np.zeros(num_envs, dtype=int)
     running = np.ones(num_envs, dtype=bool)  # only the first episode of each environment counts
     frames: list[Any] = []
     obs, _ = vec_env.reset(seed=seed)
@@ -611,12 +620,15 @@ def evaluate(
             noise.normal_(generator=generator)
         action = agent.get_action(torch.as_tensor(obs, dtype=torch.float32, device=device), noise)
         obs, rewards, terminated, truncated, _ = vec_env.step(np.clip(action.cpu().numpy(), space.low, space.high))
-        returns += rewards * running
+        rewards_of_steps.append(rewards * running)
         lengths += running
         running &= ~(terminated | truncated)
     vec_env.close()
+    returns = np.sum(rewards_of_steps, axis=0)
+    comparable = num_envs > 1 and lengths.min() == limit > 2
     return {"mean_return": float(returns.mean()), "std_return": float(returns.std()), "frames": frames,
-            "mean_length": float(lengths.mean()), "returns": returns.tolist(), "lengths": lengths.tolist()}  # fmt: skip
+            "mean_length": float(lengths.mean()), "returns": returns.tolist(), "lengths": lengths.tolist(),
+            "stable": float(is_stable(-np.array(rewards_of_steps))) if comparable else math.nan}  # fmt: skip
 
 
 # ==========================================================================================================
@@ -728,9 +740,11 @@ def update_leaderboard(logdir: Path, args: Args, score: float | list[float], ste
     """Enter a run's best.pt among the `keep` best of all runs of the same problem and settings.
 
     They stand beside the run folder in best/{env_id}__{hash of the settings}/ with index.json: score at full
-    precision, run, step, file. A lock makes concurrent runs take turns; the index is replaced, never edited.
+    precision, run, the step of best.pt, hash and file. A lock makes concurrent runs take turns; the index is replaced,
+    never edited.
     """
-    settings = {name: value for name, value in asdict(args).items() if name not in {*RESUMABLE, "seed"}}
+    of_one_run = RESUMABLE - {"total_timesteps"} | {"seed"}  # longer runs compete with their like
+    settings = {name: value for name, value in asdict(args).items() if name not in of_one_run}
     config_hash = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     folder = logdir.resolve().parent / "best" / f"{args.env_id.replace('/', '_')}__{config_hash}"
     folder.mkdir(parents=True, exist_ok=True)
@@ -738,7 +752,8 @@ def update_leaderboard(logdir: Path, args: Args, score: float | list[float], ste
         fcntl.flock(lock, fcntl.LOCK_EX)
         index = folder / "index.json"
         entries = json.loads(index.read_text()) if index.exists() else []
-        entry: dict[str, Any] = {"score": score, "run": logdir.name, "step": step, "file": f"{logdir.name}.pt"}
+        entry: dict[str, Any] = {"score": score, "run": logdir.name, "step": step, "config": config_hash,
+                                 "file": f"{logdir.name}.pt"}  # fmt: skip
         others = [other for other in entries if other["run"] != entry["run"]]
         entries = sorted([*others, entry], key=lambda item: item["score"], reverse=True)
         if entry in entries[:keep]:
@@ -849,8 +864,10 @@ class Counters:
     update: int = 0  # rollouts collected and learnt from
     global_step: int = 0  # environment steps, summed over environments
     episodes: int = 0  # ended episodes; each is followed by a reset
+    epochs: float = 0.0  # passes over a batch
     minibatch_updates: int = 0  # optimiser steps
     best_return: float = -math.inf  # best evaluation so far
+    best_step: int = 0  # and when it was
     best_LTA: float = -math.inf  # best long-term average reward of the episodes that ended in one rollout
     average_reward: float = 0.0  # rho of --average-reward
     seconds: float = 0.0  # time spent collecting and learning
@@ -1235,6 +1252,8 @@ def learn(
 
         # --- update -----------------------------------------------------------------------------------
         batch = [x.flatten(0, 1) for x in (b_obs, b_actions, b_log_probs, b_values, b_advantages, b_returns)]
+        with torch.no_grad():
+            old_policy = agent.actor_mean(batch[0]), agent.actor_log_std.clone()
         steps: list[torch.Tensor] = []  # the metrics of each: LOSS_METRICS and the gradient's norm
         for _ in range(args.update_epochs):
             order = torch.randperm(args.batch_size, device=device)  # detail 6: each transition once an epoch
@@ -1252,6 +1271,9 @@ def learn(
             check_gradients(logdir, steps[before:], minibatches)
             if len(steps) < before + args.num_minibatches:  # --target-kl was exceeded
                 break
+        with torch.no_grad():
+            exact_kl = gaussian_kl(*old_policy, agent.actor_mean(batch[0]), agent.actor_log_std)
+        counters.epochs += len(steps) / args.num_minibatches
         counters.minibatch_updates += len(steps)
         counters.global_step += args.batch_size
         shares = ranks.gather_objects((ended, raw_reward_sum))
@@ -1273,8 +1295,12 @@ def learn(
         counters.best_LTA = max(counters.best_LTA, episodic["LTA_return"] if ended else -math.inf)
         record = {
             **{f"train/{name}": value for name, value in zip([*LOSS_METRICS, "grad_norm"], means, strict=True)},
+            "train/exact_kl": exact_kl,
             "train/explained_variance": explained_variance(b_values, b_returns),
             "train/value_abs_error": float((b_values - b_returns).abs().mean()),
+            "train/value_mean": float(b_values.mean()),
+            "train/return_mean": float(b_returns.mean()),
+            "train/return_variance": float(b_returns.var(correction=0)),
             "train/advantage_std": advantage_std,
             "train/learning_rate": args.learning_rate * annealing,
             "train/update_epochs_done": len(steps) / args.num_minibatches,
@@ -1285,6 +1311,7 @@ def learn(
             "rollout/resets": counters.episodes,
             "counters/train_steps": counters.update * num_steps,
             "counters/rollouts": counters.update,
+            "counters/epochs": counters.epochs,
             "counters/minibatch_updates": counters.minibatch_updates,
         }
         logger.write("progress.csv", counters.global_step, record)
@@ -1307,10 +1334,11 @@ def learn(
         last = counters.update == args.num_updates
         if last or crossed(counters.global_step, args.batch_size, args.eval_every):
             evaluation = ranks.run_once(evaluate, agent, args, observation_statistics(vec_env))
-            scores = {f"eval/{name}": evaluation[name] for name in ("mean_return", "std_return", "mean_length")}
+            names = ("mean_return", "std_return", "mean_length", "stable")
+            scores = {f"eval/{name}": evaluation[name] for name in names}
             logger.write("eval.csv", counters.global_step, scores)
             if evaluation["mean_return"] > counters.best_return:
-                counters.best_return = evaluation["mean_return"]
+                counters.best_return, counters.best_step = evaluation["mean_return"], counters.global_step
                 save("best.pt")
             if args.capture_video and ranks.rank == 0:
                 one = replace(args, eval_episodes=1)
@@ -1338,15 +1366,16 @@ def learn(
         outcome = "stopped; continue with --resume --logdir"
     else:
         with outlive_disk_errors(logdir.parent / "best"):
-            update_leaderboard(logdir, args, counters.best_return, counters.global_step)
+            update_leaderboard(logdir, args, counters.best_return, counters.best_step)
         logged = read_csv(logdir / "eval.csv")  # has the last evaluation of a run that was finished before
         evaluation = evaluation or {name.removeprefix("eval/"): column[-1] for name, column in logged.items()}
         mean_return, std_return = (evaluation.get(name, math.nan) for name in ("mean_return", "std_return"))
         outcome = f"evaluation {mean_return:.1f} +- {std_return:.1f}; run folder"
+        if args.average_reward and evaluation.get("stable") == 0:
+            outcome = f"the cost still grows at the end of an episode: not stable; {outcome}"
     logger.line(f"{counters.global_step:,} steps in {counters.seconds:.0f} s, {outcome} {logdir}", final=True)
-    mean_rewards = read_csv(logdir / "progress.csv").get("rollout/mean_reward", np.zeros(0))
-    return {"logdir": str(logdir), "signal": signum, **asdict(counters), "stable": is_stable(-mean_rewards),
-            "mean_return": evaluation.get("mean_return", math.nan)}  # fmt: skip
+    return {"logdir": str(logdir), "signal": signum, **asdict(counters),
+            **{name: evaluation.get(name, math.nan) for name in ("mean_return", "stable")}}  # fmt: skip
 
 
 # ==========================================================================================================

@@ -173,6 +173,27 @@ def weights(logdir: Path | str, checkpoint: str = "latest.pt") -> dict[str, torc
     return torch.load(Path(logdir) / checkpoint, weights_only=True)["agent"]
 
 
+def spy(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[tuple[tuple[Any, ...], Any]]:
+    """(arguments, result) of every call of a function of the script, which goes on to work as before."""
+    calls: list[tuple[tuple[Any, ...], Any]] = []
+    original = getattr(module, name)
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        # The loop reuses its rollout tensors and clips gradients in place, so what passes by is copied.
+        copies = copied(args)
+        result = original(*args, **kwargs)
+        calls.append((copies, copied(result)))
+        return result
+
+    def copied(x: Any) -> Any:
+        if isinstance(x, tuple | list):
+            return type(x)(copied(y) for y in x)
+        return x.detach().clone() if isinstance(x, torch.Tensor) else x
+
+    monkeypatch.setattr(module, name, recorded)
+    return calls
+
+
 def assert_same(actual: Any, expected: Any, where: str = "") -> None:
     """The same nested structure, to the last bit (nan equals nan)."""
     assert type(actual) is type(expected), where

@@ -344,6 +344,7 @@ def test_the_five_best_runs_of_a_problem_stand_in_order_at_full_precision(script
     for entry in entries:
         assert (folder / entry["file"]).read_text() == entry["run"]
         assert entry["step"] == 7
+        assert folder.name.endswith(entry["config"])
     assert not list(folder.glob("*.tmp"))
 
 
@@ -358,7 +359,9 @@ def test_a_run_that_is_continued_replaces_its_own_entry(script: ModuleType, tmp_
 def test_other_settings_are_another_board(script: ModuleType, tmp_path: Path) -> None:
     board(script, tmp_path, "run0", 1.0, gamma=0.99)
     board(script, tmp_path, "run1", 1.0, gamma=0.9)
-    assert len(list(tmp_path.glob("best/*/index.json"))) == 2
+    board(script, tmp_path, "run2", 1.0, gamma=0.9, total_timesteps=10**9)  # longer runs are no match
+    board(script, tmp_path, "run3", 1.0, gamma=0.9, eval_episodes=99, torch_threads=2)
+    assert len(list(tmp_path.glob("best/*/index.json"))) == 3
 
 
 def test_concurrent_runs_take_turns(script: ModuleType, tmp_path: Path) -> None:

@@ -617,6 +617,17 @@ def test_the_entropy_of_a_gaussian_is_its_closed_form_and_negative_when_narrow(s
         torch.testing.assert_close(entropy, torch.full((16,), expected), rtol=1e-5, atol=1e-5)
 
 
+def test_the_exact_kl_of_gaussians_is_that_of_torch_distributions(script: ModuleType) -> None:
+    if not hasattr(script, "gaussian_kl"):
+        pytest.skip("a categorical policy")
+    mean, mean_2 = torch.randn(2, 7, 3, generator=torch.Generator().manual_seed(0))
+    log_std, log_std_2 = torch.tensor([[0.0, -0.5, 0.3]]), torch.tensor([[0.1, -0.7, -1.0]])
+    old, new = torch.distributions.Normal(mean, log_std.exp()), torch.distributions.Normal(mean_2, log_std_2.exp())
+    expected = torch.distributions.kl_divergence(old, new).sum(-1).mean()
+    assert script.gaussian_kl(mean, log_std, mean_2, log_std_2) == pytest.approx(float(expected), rel=1e-5)
+    assert script.gaussian_kl(mean, log_std, mean, log_std) == 0
+
+
 def test_gaussian_actions_have_the_mean_and_deviation_they_should(script: ModuleType) -> None:
     sample = gaussian(script, log_std=-0.5)
     obs = sample.obs[:1].expand(20_000, -1)
@@ -677,3 +688,24 @@ def test_flat_parameters_are_the_networks_and_move_with_them(script: ModuleType)
         for vector in flat:
             vector.zero_()
     assert not any(p.any() for p in sample.agent.parameters())
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.5, None])
+def test_a_step_of_adam_is_torchs(script: ModuleType, max_grad_norm: float | None) -> None:
+    """Ten steps with clipping and a falling learning rate, beside torch.optim.Adam with epsilon 1e-5 (detail 3)."""
+    args = with_args(script, max_grad_norm=max_grad_norm)
+    generator = torch.Generator().manual_seed(0)
+    ours = torch.randn(50, generator=generator)
+    theirs = torch.nn.Parameter(ours.clone())
+    optimizer = torch.optim.Adam([theirs], lr=1.0, eps=1e-5)
+    moments = [(torch.zeros(50), torch.zeros(50), torch.zeros(()))]
+    for i in range(10):
+        gradient, rate = torch.randn(50, generator=generator) * 10.0 ** (i - 8), 0.01 / (i + 1)
+        norm = script.adam_step([ours], [gradient.clone()], moments, [torch.tensor(rate)], args)
+        assert float(norm) == pytest.approx(float(gradient.norm()))
+        theirs.grad = gradient.clone()
+        if max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_([theirs], max_grad_norm)
+        optimizer.param_groups[0]["lr"] = rate
+        optimizer.step()
+        torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-7)

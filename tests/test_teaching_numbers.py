@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.conftest import with_args
 from tests.test_ppo_math import column, gae, table_loss
 
 # Two environments of three steps that end in a termination: rewards (3, 2), the same values in both.
@@ -47,10 +48,11 @@ def test_advantages_of_the_two_environments(script: ModuleType) -> None:
 
 
 def test_no_gamma_lambda_or_final_value_gives_the_printed_table(script: ModuleType) -> None:
-    """The notes print residuals 3.5, 2.5, 1.5 and advantages 8.2, 4.7, 2.2. In the last step the two are the same
-    number by definition, whatever gamma, lambda and V(s_3) are."""
-    printed_residuals, printed_advantages = (3.5, 2.5, 1.5), (8.2, 4.7, 2.2)
-    assert printed_residuals[-1] != printed_advantages[-1]
+    """The notes print residuals and advantages of both environments. In the last step the two are the same number by
+    definition, whatever gamma, lambda and V(s_3) are."""
+    printed_residuals = [(3.5, 2.5, 1.5), (-10.0, -11.0, -8.5)]
+    printed_advantages = [(8.2, 4.7, 2.2), (-22.5, -12.5, -1.5)]
+    assert all(delta[-1] != a[-1] for delta, a in zip(printed_residuals, printed_advantages, strict=True))
     for gamma, gae_lambda, last_value in itertools.product((0.0, 0.5, 0.99, 1.0), (0.0, 0.5, 0.95, 1.0), (0.0, 2.0)):
         advantages, _ = gae(script, REWARDS, VALUES, last_value, gamma, gae_lambda)
         residuals, _ = gae(script, REWARDS, VALUES, last_value, gamma, 0.0)
@@ -174,14 +176,14 @@ def test_the_value_of_a_cost_of_1_for_ever(script: ModuleType, gamma: float, val
 
 
 def test_gamma_1_needs_the_average_reward(script: ModuleType) -> None:
-    """With gamma = 1 the targets sink for ever, 5 rewards a round at most; minus the average reward they stay."""
-    sinking, relative = 0.0, 0.0
+    """With gamma = 1 the targets sink for ever, 5 rewards a round at most; with the average subtracted they stay."""
+    sinking, relative = 0.0, 3.0
     for _ in range(100):
         sinking = float(gae(script, column(*[-1.0] * 5), column(*[sinking] * 5), sinking, 1.0, 0.95)[1].mean())
         centred = column(*[-1.0 - (-1.0)] * 5)
         relative = float(gae(script, centred, column(*[relative] * 5), relative, 1.0, 0.95)[1].mean())
     assert sinking < -250
-    assert relative == 0.0
+    assert relative == pytest.approx(3.0)  # the level of differential values is arbitrary, and so stays
 
 
 # ---- ratio, clip, KL ------------------------------------------------------------------------------------------------
@@ -303,62 +305,48 @@ def test_entropies_of_seven_actions(probabilities: list[float], entropy: float) 
 def test_explained_variance_does_not_see_a_constant_error(script: ModuleType) -> None:
     returns = torch.arange(10.0)
     assert script.explained_variance(returns + 100, returns) == pytest.approx(1.0)
-    assert float((returns + 100 - returns).abs().mean()) == 100
 
 
 # ---- optimiser ------------------------------------------------------------------------------------------------------
 
 
-def quadratic(target: float, seed: int = 0) -> tuple[torch.nn.Parameter, torch.nn.Parameter, Any]:
-    """An actor and a critic vector with a joint loss in which only the critic's error has the scale of `target`."""
-    generator = torch.Generator().manual_seed(seed)
-    actor, critic = (torch.nn.Parameter(torch.randn(8, generator=generator)) for _ in range(2))
+def descend(script: ModuleType, optimizer: str, joint: bool, target: float, max_grad_norm: float | None = 0.5) -> Any:
+    """(start, end) of an actor and a critic vector of 8 numbers each, concatenated, after 50 steps against the gradient
+    of mean(sin(actor)) + 0.5 mean((critic - target)^2): only the critic's error has the scale of `target`."""
+    start = torch.randn(16, generator=torch.Generator().manual_seed(0))
+    networks = [start.clone()] if joint else [*start.clone().split(8)]
+    moments = [(torch.zeros_like(x), torch.zeros_like(x), torch.zeros(())) for x in networks]
+    args = with_args(script, max_grad_norm=max_grad_norm)
+    for _ in range(50):
+        actor, critic = torch.cat(networks).split(8)
+        gradient = torch.cat([actor.cos(), critic - target]) / 8
+        gradients = [gradient] if joint else [*gradient.split(8)]
+        if optimizer == "Adam":
+            script.adam_step(networks, gradients, moments, [torch.tensor(1e-2)] * len(networks), args)
+        else:  # plain gradient steps, clipped alike
+            for x, g in zip(networks, gradients, strict=True):
+                x -= 1e-2 * g * (0.5 / g.norm()).clamp(max=1.0)
+    return start, torch.cat(networks)
 
-    def loss() -> torch.Tensor:
-        return actor.sin().mean() + 0.5 * ((critic - target) ** 2).mean()
 
-    return actor, critic, loss
-
-
-def test_parameter_groups_of_equal_learning_rate_are_one_group() -> None:
+def test_parameter_groups_of_equal_learning_rate_are_one_group(script: ModuleType) -> None:
     """So "one optimiser or two groups" cannot be what makes a policy loss small."""
-    results = []
-    for grouped in (False, True):
-        actor, critic, loss = quadratic(10.0)
-        groups = [{"params": [actor]}, {"params": [critic]}] if grouped else [{"params": [actor, critic]}]
-        optimizer = torch.optim.Adam(groups, lr=1e-2, eps=1e-5)
-        for _ in range(50):
-            optimizer.zero_grad()
-            loss().backward()
-            optimizer.step()
-        results.append(torch.cat([actor, critic]).detach())
-    assert torch.equal(*results)
+    (_, one), (_, two) = (descend(script, "Adam", joint, 10.0, max_grad_norm=None) for joint in (True, False))
+    assert torch.equal(one, two)
 
 
-def test_joint_clipping_lets_a_large_value_error_slow_the_actor() -> None:
+def test_joint_clipping_lets_a_large_value_error_slow_the_actor(script: ModuleType) -> None:
     """Under one norm of 0.5 a large critic error scales the actor's gradient down, and a plain gradient step with it.
     Adam divides a constant factor out again, until the scaled gradients come near its epsilon. With a norm each, the
     critic's scale is no concern of either."""
-    make_optimizers: dict[str, Any] = {
-        "SGD": lambda parameters: torch.optim.SGD(parameters, lr=1e-2),
-        "Adam": lambda parameters: torch.optim.Adam(parameters, lr=1e-2, eps=1e-5),
-    }
     movement: dict[tuple[str, bool, float], float] = {}
-    for name, joint, target in itertools.product(make_optimizers, (True, False), (1.0, 1000.0, 100_000.0)):
-        actor, critic, loss = quadratic(target)
-        start = actor.detach().clone()
-        optimizer = make_optimizers[name]([actor, critic])
-        for _ in range(50):
-            optimizer.zero_grad()
-            loss().backward()
-            for scope in [[actor, critic]] if joint else [[actor], [critic]]:
-                torch.nn.utils.clip_grad_norm_(scope, 0.5)
-            optimizer.step()
-        movement[name, joint, target] = float((actor.detach() - start).norm())
+    for name, joint, target in itertools.product(("SGD", "Adam"), (True, False), (1.0, 1000.0, 100_000.0)):
+        start, end = descend(script, name, joint, target)
+        movement[name, joint, target] = float((end - start)[:8].norm())
     assert movement["SGD", True, 1000.0] < 0.05 * movement["SGD", True, 1.0]
     assert movement["Adam", True, 1000.0] > 0.8 * movement["Adam", True, 1.0]  # the factor is 0.001 there,
     assert movement["Adam", True, 100_000.0] < 0.2 * movement["Adam", True, 1.0]  # and 0.00001 here
-    for name, target in itertools.product(make_optimizers, (1000.0, 100_000.0)):
+    for name, target in itertools.product(("SGD", "Adam"), (1000.0, 100_000.0)):
         assert movement[name, False, target] == pytest.approx(movement[name, False, 1.0])
 
 
@@ -456,6 +444,9 @@ def test_sizes_of_the_robots(env_id: str, obs: int, actions: int) -> None:
 
 
 def test_make_vec_is_synchronous_and_resets_in_the_next_step_unless_told_otherwise() -> None:
+    envs = gym.make_vec("Ant-v5", num_envs=16)
+    assert (envs.observation_space.shape, envs.action_space.shape) == ((16, 105), (16, 8))
+    envs.close()
     envs = gym.make_vec("InvertedPendulum-v5", num_envs=2)
     assert isinstance(envs, gym.vector.SyncVectorEnv)
     assert envs.metadata["autoreset_mode"] is gym.vector.AutoresetMode.NEXT_STEP

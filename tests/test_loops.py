@@ -1,0 +1,163 @@
+"""What the training loop of each script hands to the mathematics, watched from outside on its own environments.
+
+The learning rate is far below the precision of float32, so that a run's agent is the same from its first step to its
+last, and what the loop stored can be computed again.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.conftest import domain, spy, with_args
+
+# Rollouts in which episodes are cut by their time limit, and terminate too where the domain knows that.
+COMMON: dict[str, Any] = {"num_minibatches": 4, "update_epochs": 3, "eval_every": 0, "eval_episodes": 2,
+                          "save_every": 0, "learning_rate": 1e-30, "compile": False, "num_workers": 1,
+                          "capture_video": False}  # fmt: skip
+RUNS: dict[str, dict[str, Any]] = {
+    "ppo_continuous_mujoco": {"env_id": "KnownValues-v0", "vec_env": "sync", "num_envs": 4, "num_steps": 16,
+                              "reset_steps": 5, "norm_obs": False, "norm_reward": False, "hidden_sizes": (8, 8)},
+    "ppo_cage2_parallel": {"num_envs": 4, "num_steps": 25, "max_steps": 10, "reward_scale": 0.5,
+                           "hidden_sizes": (8, 8)},
+    "ppo_atari_mario": {"num_envs": 2, "num_steps": 16, "backend": "nes_py", "max_episode_steps": 6, "stuck_steps": 4,
+                        "noop_max": 3, "minibatch_growth": 1, "feature_dim": 16, "amp": False},
+}  # fmt: skip
+TERMINATE = {"ppo_continuous_mujoco", "ppo_atari_mario"}
+
+
+@dataclass
+class Watched:
+    """A finished run of two updates."""
+
+    name: str
+    args: Any
+    agent: Any  # as it was all along
+    checkpoint: dict[str, Any]
+    first_obs: np.ndarray
+    steps: list[tuple[Any, ...]]  # what each call of vec_env.step returned
+    gae: list[tuple[Any, Any]]  # arguments and result of compute_gae, an update each
+    minibatches: list[list[torch.Tensor]]  # of every optimiser step
+
+
+@pytest.fixture
+def watched(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
+    name = domain(Path(str(script.__file__)))
+    args = with_args(script, **(COMMON | RUNS[name]), logdir=str(tmp_path / "run"))
+    args.total_timesteps = 2 * args.batch_size
+    seen: dict[str, list[Any]] = {"first": [], "steps": []}
+    make_envs = script.make_envs
+
+    def make_watched(*given: Any, **options: Any) -> Any:
+        vec_env = make_envs(*given, **options)
+        step, reset = vec_env.step, vec_env.reset
+
+        def watched_step(actions: Any) -> Any:
+            seen["steps"].append(copy.deepcopy(step(actions)))
+            return seen["steps"][-1]
+
+        def watched_reset(**options: Any) -> Any:
+            seen["first"].append(copy.deepcopy(reset(**options)))
+            return seen["first"][-1]
+
+        if not seen["first"]:  # evaluations make environments of their own, later
+            vec_env.step, vec_env.reset = watched_step, watched_reset
+        return vec_env
+
+    monkeypatch.setattr(script, "make_envs", make_watched)
+    monkeypatch.setattr(script, "plot_curves", lambda logdir: None)
+    gae, gradients = spy(monkeypatch, script, "compute_gae"), spy(monkeypatch, script, "ppo_gradients")
+    script.train(args)
+    checkpoint = script.load_checkpoint(tmp_path / "run" / "latest.pt")
+    vec_env = make_envs(args)
+    agent = script.Agent(vec_env, args)
+    vec_env.close()
+    agent.load_state_dict(checkpoint["agent"])
+    minibatches = [list(minibatch) for (_, minibatch, _), _ in gradients]
+    steps = seen["steps"][: 2 * args.num_steps]
+    return Watched(name, args, agent, checkpoint, seen["first"][0][0], steps, gae, minibatches)
+
+
+def value_of(agent: Any, obs: Any) -> torch.Tensor:
+    obs = torch.as_tensor(np.asarray(obs))
+    with torch.no_grad():
+        return agent.get_value(obs if obs.dtype == torch.uint8 else obs.float())
+
+
+def test_what_follows_a_step_is_the_final_observation_and_never_that_of_the_reset(watched: Watched) -> None:
+    """And terminations are not truncations, and rewards and values belong to their step."""
+    args, terminations_seen, distances = watched.args, 0, []
+    before = watched.first_obs
+    assert len(watched.gae) == 2
+    for update, (given, _) in enumerate(watched.gae):
+        rewards, values, next_values, terminations, truncations, gamma, gae_lambda = given
+        assert (gamma, gae_lambda) == (args.gamma, args.gae_lambda)
+        for t in range(args.num_steps):
+            obs, reward, terminated, truncated, infos = watched.steps[update * args.num_steps + t]
+            scaled = torch.as_tensor(reward * getattr(args, "reward_scale", 1.0), dtype=torch.float32)
+            torch.testing.assert_close(rewards[t], scaled)
+            assert terminations[t].tolist() == terminated.tolist()
+            assert truncations[t].tolist() == truncated.tolist()
+            torch.testing.assert_close(values[t], value_of(watched.agent, before), rtol=1e-4, atol=1e-4)
+            after, reset = value_of(watched.agent, obs), value_of(watched.agent, obs)
+            for n in np.flatnonzero(truncated & ~terminated):
+                after[n] = value_of(watched.agent, infos["final_obs"][n][None])[0]
+                distances.append(abs(float(after[n] - reset[n])))
+            known = torch.as_tensor(~terminated)  # the value behind a termination is multiplied by 0
+            torch.testing.assert_close(next_values[t][known], after[known], rtol=1e-4, atol=1e-4)
+            terminations_seen += int(terminated.sum())
+            before = obs
+    assert max(distances) > 1e-2  # so the test can tell the two observations apart
+    assert (terminations_seen > 0) == (watched.name in TERMINATE)
+
+
+def test_every_transition_is_used_once_an_epoch_in_a_fresh_order_and_with_its_own_numbers(watched: Watched) -> None:
+    args, size = watched.args, watched.args.minibatch_size
+    assert len(watched.minibatches) == 2 * args.update_epochs * args.num_minibatches
+    per_update = args.update_epochs * args.num_minibatches
+    for update, (given, (advantages, returns)) in enumerate(watched.gae):
+        rows = torch.stack([given[1], advantages, returns], -1).flatten(0, 1)
+        minibatches = watched.minibatches[update * per_update : (update + 1) * per_update]
+        orders = []
+        for start in range(0, per_update, args.num_minibatches):
+            epoch = minibatches[start : start + args.num_minibatches]
+            assert [len(minibatch[0]) for minibatch in epoch] == [size] * args.num_minibatches
+            used = torch.stack([torch.cat([minibatch[i] for minibatch in epoch]) for i in (3, 4, 5)], -1)
+            orders.append(used.tolist())
+            assert sorted(orders[-1]) == sorted(rows.tolist())
+        assert all(one != other for one, other in itertools.combinations(orders, 2))
+        for obs, actions, log_probs, values, *_ in minibatches:
+            with torch.no_grad():
+                _, own_log_probs, _, own_values = watched.agent.get_action_and_value(obs, actions)
+            # The agent has not changed, so the ratio of every row is 1.
+            torch.testing.assert_close(own_log_probs, log_probs, rtol=1e-4, atol=1e-4)
+            torch.testing.assert_close(own_values, values, rtol=1e-4, atol=1e-4)
+
+
+def test_one_optimiser_serves_the_whole_run(watched: Watched) -> None:
+    """Adam's step count is that of the run: made anew for each update, it would correct its bias again and again."""
+    steps = len(watched.minibatches)
+    assert watched.checkpoint["counters"]["minibatch_updates"] == steps
+    assert watched.checkpoint["counters"]["epochs"] == 2 * watched.args.update_epochs
+    assert [float(step) for _, _, step in watched.checkpoint["optimizer"]] == [steps]
+
+
+def test_what_is_logged_of_the_critic_is_of_these_values_and_targets(watched: Watched, script: ModuleType) -> None:
+    progress = script.read_csv(Path(watched.args.logdir) / "progress.csv")
+    for update, (given, (advantages, returns)) in enumerate(watched.gae):
+        values = given[1]
+        expected = {
+            "value_mean": values.mean(), "return_mean": returns.mean(), "return_variance": returns.var(correction=0),
+            "value_abs_error": (values - returns).abs().mean(), "advantage_std": advantages.std(),
+            "explained_variance": 1 - (returns - values).var(correction=0) / returns.var(correction=0),
+        }  # fmt: skip
+        for name, number in expected.items():
+            assert progress[f"train/{name}"][update] == pytest.approx(float(number), rel=1e-4), name
