@@ -236,8 +236,10 @@ def check_ranges(args: Args) -> None:
     """Raise UsageError for a value outside its range: what holds for every PPO script."""
     require(args, "at least 1", lambda x: x >= 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches",
             "update_epochs", "eval_episodes", "torch_threads", "num_workers")  # fmt: skip
-    require(args, "positive", lambda x: x > 0, "learning_rate", "clip_coef", "max_grad_norm", "target_kl")
-    require(args, "at least 0", lambda x: x >= 0, "eval_every", "save_every", "ent_coef", "vf_coef")
+    require(args, "positive and finite", lambda x: 0 < x < math.inf, "learning_rate", "clip_coef", "max_grad_norm",
+            "target_kl")  # fmt: skip
+    require(args, "at least 0 and finite", lambda x: 0 <= x < math.inf, "eval_every", "save_every", "ent_coef",
+            "vf_coef")  # fmt: skip
     require(args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
     require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "gamma", "gae_lambda")
     batch = f"{args.batch_size} (num_envs {args.num_envs} x num_steps {args.num_steps})"
@@ -281,17 +283,22 @@ def validate(args: Args) -> None:
             "--gamma 1 makes the value of a game without an end infinite; add --finite-horizon, or lower it."
         )
     require(args, "at least 1", lambda x: x >= 1, "max_steps")
-    require(args, "positive", lambda x: x > 0, "reward_scale")
+    require(args, "positive and finite", lambda x: 0 < x < math.inf, "reward_scale")
     require(args, "positive widths", lambda sizes: all(size > 0 for size in sizes), "hidden_sizes")
-    require(args, "at least 0", lambda x: x >= 0, "alignment", "min_episodes")
+    require(args, "at least 0 and finite", lambda x: 0 <= x < math.inf, "alignment", "min_episodes")
     require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "compliance_threshold")
     if args.workflow not in (None, "any"):
         try:
             parse_workflow(args.workflow)
         except ValueError as error:
             raise UsageError(f"--workflow: {error}") from None
-    if args.workflow is None and args.compliance_threshold is not None:
-        raise UsageError(f"--compliance-threshold {args.compliance_threshold} needs a --workflow to comply with.")
+    for name in ("compliance_threshold", "alignment", "min_episodes"):
+        if args.workflow is None and getattr(args, name) != getattr(Args, name):
+            raise UsageError(f"{flag(name)} {getattr(args, name)} needs a --workflow to comply with.")
+    if args.init_from is not None and not args.resume:
+        vec_env = make_envs(replace(args, num_envs=1))
+        load_policy(Agent(vec_env, args), Path(args.init_from))
+        vec_env.close()
 
 
 # ==========================================================================================================
@@ -1542,6 +1549,9 @@ class SearchArgs:
     eval_episodes: int = 1000
     """episodes against each red agent that an order is judged by, with the same seeds for all orders"""
 
+    baseline: str | None = None
+    """checkpoint of a run without --workflow, judged on the same episodes: what keeping to an order costs"""
+
     # --- the choice of orders
     n_workflows: int = 20
     """orders to try"""
@@ -1559,6 +1569,9 @@ PAIRS = np.array(list(itertools.combinations(range(len(UNIT_TYPES)), 2)))
 # DISCORDANT[a, b]: how many of the 10 pairs of types orders a and b rank differently (Kendall's tau distance).
 PAIR_SIGNS = np.sign(RANKS[:, PAIRS[:, 0]] - RANKS[:, PAIRS[:, 1]])  # (120, 10)
 DISCORDANT = (len(PAIRS) - PAIR_SIGNS @ PAIR_SIGNS.T) // 2
+
+
+JUDGING_SEED = 1_000_000  # of the episodes by which orders are judged
 
 
 def mallows_kernel(scale: float) -> np.ndarray:
@@ -1641,11 +1654,26 @@ def try_order(args: SearchArgs, base: Args, order: int, start: Path | None, logd
     run = replace(run, num_envs=1, eval_episodes=args.eval_episodes)
     agent = Agent(make_envs(run), run)
     load_policy(agent, logdir / "latest.pt")
-    evaluation = evaluate(agent, run, seed=1_000_000)
+    evaluation = evaluate(agent, run, seed=JUDGING_SEED)
     names = ("mean_return", "standard_error", "compliance", "compliance_micro", "strict_compliance", "needless_fixes")
     return {"workflow": run.workflow, **{name: evaluation[name] for name in names}, "compliant": result["compliant"],
             "steps": result["global_step"], "seconds": result["seconds"], "checkpoint": str(logdir / "latest.pt"),
             "signal": result["signal"]}  # fmt: skip
+
+
+def judge_baseline(args: SearchArgs, base: Args) -> dict[str, Any]:
+    """mean_return and standard_error of --baseline's policy, which knows no workflow, on the episodes by which orders
+    are judged. Raises UsageError if it was trained with one."""
+    path = Path(args.baseline or "")
+    trained = known_args(load_checkpoint(path)["args"])
+    if trained.workflow is not None:
+        raise UsageError(f"--baseline {path} was trained with --workflow {trained.workflow}; name a run without one.")
+    run = replace(trained, red_agent=base.red_agent, version=base.version, max_steps=base.max_steps, num_envs=1,
+                  eval_episodes=args.eval_episodes, device="cpu")  # fmt: skip
+    agent = Agent(make_envs(run), run)
+    load_policy(agent, path)
+    evaluation = evaluate(agent, run, seed=JUDGING_SEED)
+    return {name: evaluation[name] for name in ("mean_return", "standard_error")}
 
 
 def search(args: SearchArgs) -> int | None:
@@ -1679,10 +1707,11 @@ def search(args: SearchArgs) -> int | None:
                 raise UsageError(f"search --resume cannot change {flag(name)} {values}.")
     elif (logdir / "history.json").exists():
         raise UsageError(f"{logdir} already holds a search: continue it with --resume, or choose another --logdir.")
+    baseline = judge_baseline(args, base) if args.baseline is not None else None
     logdir.mkdir(parents=True, exist_ok=True)
     interrupt = Interrupt()
     try:
-        return explore(args, base, logdir, history, interrupt)
+        return explore(args, base, logdir, history, baseline, interrupt)
     finally:
         interrupt.restore()
 
@@ -1704,13 +1733,14 @@ def parse_search_args(argv: list[str]) -> SearchArgs:
 
 
 def explore(
-    args: SearchArgs, base: Args, logdir: Path, history: list[dict[str, Any]], interrupt: Interrupt
+    args: SearchArgs, base: Args, logdir: Path, history: list[dict[str, Any]], baseline: Any, interrupt: Interrupt
 ) -> int | None:
     """The loop of `search`: choose an order, train its policy, judge it, note it."""
 
     def save() -> None:
         temporary = logdir / "history.tmp"
-        temporary.write_text(json.dumps({"args": asdict(args), "history": history}, indent=1))
+        state = {"args": asdict(args), "baseline": baseline, "history": history}
+        temporary.write_text(json.dumps(state, indent=1))
         os.replace(temporary, logdir / "history.json")
 
     save()
@@ -1739,7 +1769,9 @@ def explore(
         writer = csv.DictWriter(stream, history[0], lineterminator="\n")
         writer.writeheader()
         writer.writerows(history)
-    plot_search(args, history, logdir / "search.png")
+    plot_search(args, history, baseline, logdir / "search.png")
+    if baseline is not None:
+        print(f"\nWithout a workflow: return {baseline['mean_return']:.2f} +- {baseline['standard_error']:.2f}")
     print("\nThe five best")
     for record in sorted(accepted(args, history), key=lambda record: -record["mean_return"])[:5]:
         print(f"{summary_of(record)}, {record['checkpoint']}")
@@ -1756,7 +1788,7 @@ def summary_of(record: dict[str, Any]) -> str:
             f"{record['compliance']:.3f} ({'' if record['compliant'] else 'not '}confirmed)")  # fmt: skip
 
 
-def plot_search(args: SearchArgs, history: list[dict[str, Any]], path: Path) -> None:
+def plot_search(args: SearchArgs, history: list[dict[str, Any]], baseline: Any, path: Path) -> None:
     """Draw what the search believes of all orders, how it advanced, what was complied with, and which place suits
     which type."""
     mean, std = posterior_returns(args, history)
@@ -1776,6 +1808,8 @@ def plot_search(args: SearchArgs, history: list[dict[str, Any]], path: Path) -> 
     progress.step(number, np.maximum.accumulate(returns), where="post", label="best so far")
     progress.plot(number, returns, "rx", label="evaluated")
     progress.plot(number, np.mean(at_random, axis=0), "k--", label="random search, if the posterior mean were true")
+    if baseline is not None:
+        progress.axhline(baseline["mean_return"], color="C2", label="a policy without a workflow")
     progress.set(title="progress", xlabel="orders tried", ylabel="return")
     progress.legend()
 
@@ -1810,8 +1844,9 @@ def validate_search(args: SearchArgs) -> None:
             "shared_timesteps")  # fmt: skip
     require(args, "at least 2, for a standard error", lambda x: x >= 2, "eval_episodes")
     require(args, f"in 1..{len(ORDERS)}", lambda x: 1 <= x <= len(ORDERS), "n_workflows")
-    require(args, "positive", lambda x: x > 0, "learning_rate", "gp_scale")
-    require(args, "at least 0", lambda x: x == "srinivas" or x >= 0, "gp_beta", "min_episodes", "seed")
+    require(args, "positive and finite", lambda x: 0 < x < math.inf, "learning_rate", "gp_scale")
+    require(args, "at least 0 and finite", lambda x: x == "srinivas" or 0 <= x < math.inf, "gp_beta", "min_episodes",
+            "seed")  # fmt: skip
     require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "compliance_threshold")
 
 
@@ -1958,6 +1993,21 @@ def plot_actions(frequencies: np.ndarray, path: Path) -> None:
     figure.savefig(path, dpi=100)
 
 
+@dataclass
+class CurvesArgs:
+    logdir: str
+    """run folder"""
+
+
+def curves(curves_args: CurvesArgs) -> None:
+    """Draw curves.png of a run, finished or under way."""
+    logdir = Path(curves_args.logdir)
+    if not (logdir / "progress.csv").is_file():
+        raise UsageError(f"{logdir} has no progress.csv: name the folder of a run.")
+    plot_curves(logdir)
+    print(logdir / "curves.png")
+
+
 def explain(args: Args) -> int | None:
     """Print the derived sizes, and the run's time as three updates in a scratch folder predict it. Returns the signal
     that ended these early, if one did."""
@@ -2006,6 +2056,9 @@ def main(argv: list[str]) -> int:
     try:
         if argv[:1] == ["play"]:
             play(tyro.cli(PlayArgs, args=argv[1:], description=play.__doc__))
+            return 0
+        if argv[:1] == ["curves"]:
+            curves(tyro.cli(CurvesArgs, args=argv[1:], description=curves.__doc__))
             return 0
         if argv[:1] == ["search"]:
             signum = search(parse_search_args(argv[1:]))

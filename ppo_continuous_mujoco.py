@@ -237,8 +237,10 @@ def check_ranges(args: Args) -> None:
     """Raise UsageError for a value outside its range: what holds for every PPO script."""
     require(args, "at least 1", lambda x: x >= 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches",
             "update_epochs", "eval_episodes", "torch_threads", "num_workers")  # fmt: skip
-    require(args, "positive", lambda x: x > 0, "learning_rate", "clip_coef", "max_grad_norm", "target_kl")
-    require(args, "at least 0", lambda x: x >= 0, "eval_every", "save_every", "ent_coef", "vf_coef")
+    require(args, "positive and finite", lambda x: 0 < x < math.inf, "learning_rate", "clip_coef", "max_grad_norm",
+            "target_kl")  # fmt: skip
+    require(args, "at least 0 and finite", lambda x: 0 <= x < math.inf, "eval_every", "save_every", "ent_coef",
+            "vf_coef")  # fmt: skip
     require(args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
     require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "gamma", "gae_lambda")
     batch = f"{args.batch_size} (num_envs {args.num_envs} x num_steps {args.num_steps})"
@@ -1438,6 +1440,21 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     return summary
 
 
+@dataclass
+class CurvesArgs:
+    logdir: str
+    """run folder"""
+
+
+def curves(curves_args: CurvesArgs) -> None:
+    """Draw curves.png of a run, finished or under way."""
+    logdir = Path(curves_args.logdir)
+    if not (logdir / "progress.csv").is_file():
+        raise UsageError(f"{logdir} has no progress.csv: name the folder of a run.")
+    plot_curves(logdir)
+    print(logdir / "curves.png")
+
+
 def explain(args: Args) -> int | None:
     """Print the derived sizes, and the run's time as three updates in a scratch folder predict it. Returns the signal
     that ended these early, if one did."""
@@ -1486,6 +1503,9 @@ def main(argv: list[str]) -> int:
     try:
         if argv[:1] == ["play"]:
             play(tyro.cli(PlayArgs, args=argv[1:], description=play.__doc__))
+            return 0
+        if argv[:1] == ["curves"]:
+            curves(tyro.cli(CurvesArgs, args=argv[1:], description=curves.__doc__))
             return 0
         args = parse_args(argv)
         signum = explain(args) if args.explain else train(args)["signal"]

@@ -93,6 +93,13 @@ def load_script(path: Path) -> ModuleType:
     return _loaded[path]
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A copy of Mario's script stands where its tests import the original."""
+    for path in script_paths(config) if config.getoption("--script") else []:
+        if domain(path) == "ppo_atari_mario":
+            sys.modules["ppo_atari_mario"] = load_script(path)
+
+
 @pytest.fixture(scope="session")
 def script(script_path: Path) -> ModuleType:
     """Each script under test."""

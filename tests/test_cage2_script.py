@@ -88,6 +88,11 @@ def test_the_document_preset_has_the_documents_sizes(cage2: ModuleType) -> None:
         (["--configs", "documents"], ["documents", "document"]),
         (["--total-timesteps", "100"], ["100", "25600"]),
         (["play", "--logdir", "/nowhere"], ["/nowhere"]),
+        (["--init-from", "/nowhere.pt"], ["no checkpoint /nowhere.pt"]),
+        (["--init-from", str(BEST), "--hidden-sizes", "8"], [str(BEST), "of other inputs, actions or layers"]),
+        (["--alignment", "10"], ["--alignment 10.0 needs a --workflow"]),
+        (["--min-episodes", "3"], ["--min-episodes 3 needs a --workflow"]),
+        (["--workflow", "any", "--alignment", "inf"], ["--alignment", "finite"]),
     ],
 )
 def test_wrong_values_are_refused_in_one_sentence(

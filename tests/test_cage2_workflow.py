@@ -121,11 +121,25 @@ def check_hand_made_cases(module: Any = workflow) -> None:
         assert verdicts(order, compromised, fix, module) == expected, (order, compromised, fix)
 
 
+def acted_on_before(hosts: list[str], order: str) -> float:
+    """The document's first rule: a fix complies if every type of higher priority has been acted on before."""
+    types, seen, compliant = order.split(","), set[str](), 0
+    for host in hosts:
+        unit = host.lower().rstrip("0123456789")
+        compliant += set(types[: types.index(unit)]) <= seen
+        seen.add(unit)
+    return compliant / len(hosts)
+
+
 def check_a_sweep_and_spam(module: Any = workflow) -> None:
     """The document's rule gives 100 % to one fix of each type in order and 95 of users. Here the truth decides."""
 
+    hosts = ["Defender", "Enterprise0", "Op_Server0", "Op_Host0", "User1"]
+    assert acted_on_before(hosts + ["User1"] * 95, USER_LAST) == 1  # whatever is compromised
+    assert acted_on_before(["User1"], USER_LAST) == 0  # even if User1 alone is
+
     def compliance(compromised: str) -> tuple[float, int]:
-        sweep = [f"Restore {host}" for host in ("Defender", "Enterprise0", "Op_Server0", "Op_Host0", "User1")]
+        sweep = [f"Restore {host}" for host in hosts]
         rows = [[v in verdicts(USER_LAST, compromised, fix, module) for v in workflow.VERDICTS]
                 for fix in sweep + ["Remove User1"] * 95]  # fmt: skip
         counts = np.sum(rows, axis=0)
@@ -677,6 +691,7 @@ def test_a_search_prints_the_five_best_and_can_be_extended(
     assert cage2.search(args) is None
     history = json.loads((tmp_path / "s" / "history.json").read_text())["history"]
     output = capsys.readouterr().out
+    assert "Without a workflow" not in output
     assert (tmp_path / "s" / "search.png").stat().st_size > 0
     best = max(history, key=lambda entry: entry["mean_return"])
     assert best["workflow"] in output.split("The five best")[1].splitlines()[1]
@@ -693,6 +708,28 @@ def test_a_search_prints_the_five_best_and_can_be_extended(
     extended = json.loads((tmp_path / "s" / "history.json").read_text())["history"]
     assert extended[:2] == history
     assert len(extended) == 3
+
+
+def test_a_search_reports_the_policy_without_a_workflow_beside_the_orders(
+    cage2: ModuleType, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Judged on the episodes that the orders are judged by, under the search's red agent and rules."""
+    plain = ROOT / "results" / "cage2_best.pt"
+    args = search_args(cage2, tmp_path / "s", shared, n_workflows=1, baseline=str(plain))
+    assert cage2.search(args) is None
+    saved = json.loads((tmp_path / "s" / "history.json").read_text())
+    trained = cage2.known_args(cage2.load_checkpoint(plain)["args"])
+    run = cage2.known_args(cage2.load_checkpoint(Path(saved["history"][0]["checkpoint"]))["args"])
+    same = replace(trained, red_agent=run.red_agent, version=run.version, max_steps=run.max_steps,
+                               num_envs=1, eval_episodes=args.eval_episodes)  # fmt: skip
+    agent = cage2.Agent(cage2.make_envs(same), same)
+    cage2.load_policy(agent, plain)
+    expected = cage2.evaluate(agent, same, seed=1_000_000)
+    assert saved["baseline"] == {name: expected[name] for name in ("mean_return", "standard_error")}
+    assert f"Without a workflow: return {expected['mean_return']:.2f} +- " in capsys.readouterr().out
+    with pytest.raises(cage2.UsageError, match="was trained with --workflow any; name a run without one"):
+        cage2.search(search_args(cage2, tmp_path / "t", shared, baseline=str(shared)))
+    assert not (tmp_path / "t").exists()
 
 
 def test_policies_start_from_the_nearest_or_the_last_order(

@@ -11,7 +11,6 @@ import re
 import shlex
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
@@ -20,7 +19,7 @@ import torch.distributed.run
 
 from docs import exercises, figures
 from docs import reinforce as corridor
-from tests.conftest import ROOT, load_script, tiny_args
+from tests.conftest import ROOT, load_script
 from tests.test_ppo_math import gae
 
 DOCS = ROOT / "docs"
@@ -411,19 +410,3 @@ def test_a_description_does_not_give_the_bug_away() -> None:
 
 
 # ---- metrics --------------------------------------------------------------------------------------------------------
-
-
-def test_metrics_page_lists_what_a_run_logs(tmp_path: Path) -> None:
-    script: Any = load_script(ROOT / SCRIPTS[0])
-    script.train(tiny_args(script, tmp_path / "run"))
-    logged = {
-        column
-        for file in ("progress.csv", "timing.csv", "eval.csv")
-        for column in (tmp_path / "run" / file).read_text().splitlines()[0].split(",")[1:]
-    }
-    listed = set(
-        re.findall(r"^\| `((?:train|rollout|eval|time|counters)/\w+)`", (DOCS / "metrics.md").read_text(), re.M)
-    )
-    assert logged <= listed, logged - listed
-    others = "".join((ROOT / name).read_text() for name in SCRIPTS[1:])
-    assert all(f'"{name}"' in others for name in listed - logged), listed - logged

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import domain, spy, with_args
+from tests.conftest import ROOT, domain, spy, with_args
 
 # Rollouts in which episodes are cut by their time limit, and terminate too where the domain knows that.
 COMMON: dict[str, Any] = {"num_minibatches": 4, "update_epochs": 3, "eval_every": 0, "eval_episodes": 2,
@@ -161,3 +162,35 @@ def test_what_is_logged_of_the_critic_is_of_these_values_and_targets(watched: Wa
         }  # fmt: skip
         for name, number in expected.items():
             assert progress[f"train/{name}"][update] == pytest.approx(float(number), rel=1e-4), name
+
+
+PAGES = {"ppo_continuous_mujoco": "mujoco", "ppo_cage2_parallel": "cage2", "ppo_atari_mario": "mario"}
+
+
+def documented(page: str) -> set[str]:
+    """The metrics that have a row in a table of a page."""
+    return set(re.findall(r"^\| `((?:\w+)/[\w{}]+)`", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE))
+
+
+def test_every_metric_that_is_logged_is_explained_on_a_page(watched: Watched) -> None:
+    files = [Path(watched.args.logdir) / f"{name}.csv" for name in ("progress", "timing", "eval")]
+    logged = {column for file in files for column in file.read_text().splitlines()[0].split(",")[1:]}
+    if watched.name == "ppo_cage2_parallel":
+        logged = {re.sub(r"^eval/[a-z_]+_\d+$", "eval/{red}_{steps}", name) for name in logged}
+    assert logged <= documented("metrics") | documented(PAGES[watched.name])
+
+
+def test_every_metric_that_is_explained_exists() -> None:
+    """Under its name in the source of a script, or, where names are put together, in part."""
+    sources = "".join(path.read_text() for path in ROOT.glob("ppo_*.py"))
+    for name in documented("metrics").union(*map(documented, PAGES.values())):
+        assert f'"{name}"' in sources or f'"{name.partition("/")[2]}"' in sources or "{" in name, name
+
+
+def test_curves_are_drawn_on_demand(
+    watched: Watched, script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.undo()
+    assert not (Path(watched.args.logdir) / "curves.png").exists()
+    assert script.main(["curves", "--logdir", str(watched.args.logdir)]) == 0
+    assert (Path(watched.args.logdir) / "curves.png").stat().st_size > 10_000

@@ -7,6 +7,7 @@ What all scripts have in common is tested in test_ppo_math.py.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import math
 import os
@@ -28,10 +29,16 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo_atari_mario as mario
-from tests.conftest import ROOT, assert_same
+from tests.conftest import ROOT, assert_same, spy
 from tests.test_mario_env import GOAL_RUNS, NOOP, RUN, decode, require
 
 BACKENDS = ["nes_py", "fceumm"]
+ENTROPIES = [  # of seven actions, nats
+    ([0.05, 0.70, 0.15, 0.03, 0.03, 0.02, 0.02], 1.051),
+    ([0.15, 0.17, 0.14, 0.13, 0.16, 0.12, 0.13], 1.939),  # a guide prints 1.95, more than ln 7 allows
+    ([0.02, 0.85, 0.08, 0.02, 0.01, 0.01, 0.01], 0.635),  # a guide prints 0.60
+    ([1 / 7] * 7, 1.946),  # ln 7: the most that seven actions can have
+]
 # a run of seconds: 4 updates of 2 x 8 steps, episodes of at most 6 steps, an evaluation after every second update
 TINY: dict[str, Any] = {
     "total_timesteps": 64, "num_envs": 2, "num_steps": 8, "num_minibatches": 2, "minibatch_growth": 2,
@@ -314,7 +321,7 @@ def test_a_killed_run_resumes_bit_for_bit(backend: str, tmp_path: Path) -> None:
     values = {"backend": backend, "max_episode_steps": 0, "stuck_steps": 15, "total_timesteps": 96, "eval_every": 0}
     whole = mario.train(tiny(tmp_path / "whole", capture_video=False, **values))
     killed = tmp_path / "killed"
-    argv = [sys.executable, "ppo_atari_mario.py", "--no-capture-video"]
+    argv = [sys.executable, str(mario.__file__), "--no-capture-video"]
     argv += command_line(TINY | values | {"logdir": killed, "total_timesteps": 96})
     process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
@@ -334,8 +341,46 @@ def test_a_killed_run_resumes_bit_for_bit(backend: str, tmp_path: Path) -> None:
     assert (killed / "progress.csv").read_text() == (tmp_path / "whole" / "progress.csv").read_text()
 
 
+@pytest.mark.parametrize(("probabilities", "entropy"), ENTROPIES)
+def test_the_policys_entropy_is_that_of_its_probabilities(probabilities: list[float], entropy: float) -> None:
+    agent = make_agent(feature_dim=16)
+    with torch.no_grad():
+        agent.actor_logits.weight.zero_()
+        agent.actor_logits.bias.copy_(torch.tensor(probabilities).log())
+        computed = agent.get_action_and_value(pictures(2))[2]
+    torch.testing.assert_close(computed, torch.full((2,), entropy), rtol=0, atol=0.0006)
+    assert float(computed[0]) <= math.log(7) + 1e-6
+
+
+def test_a_network_fed_with_colours_last_refuses() -> None:
+    """The guide's pseudo-code hands (32, 64, 64, 3) to the convolution; torch wants (32, 3, 64, 64)."""
+    agent = make_agent(input_shape=(3, 64, 64), feature_dim=16)
+    assert agent.get_value(pictures(32, channels=3)).shape == (32,)
+    with pytest.raises(RuntimeError, match="expected input"):
+        agent.get_value(pictures(32, channels=3).permute(0, 2, 3, 1))
+
+
+def test_progress_counted_from_wherever_mario_walks_to_pays_for_walking_in_place() -> None:
+    """The guide clips each step's progress at 0 and moves its reference left with Mario, so that 0 -> 10 -> 0, fifty
+    times and once more to 10, earns 510 for 10 pixels. Ours counts ground not reached before
+    (test_walking_to_and_fro_earns_nothing plays it)."""
+    places = [0] + [10, 0] * 50 + [10]
+    of_the_guide = sum(max(0, after - before) for before, after in itertools.pairwise(places))
+    ground = np.diff(np.maximum.accumulate(places)).sum()
+    assert (of_the_guide, ground) == (510, 10)
+
+
+def test_a_rollout_stores_pictures_as_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """32 x 128 pictures of (3, 64, 64) are 48 MiB as bytes and would be 192 as floats."""
+    assert 32 * 128 * 3 * 64 * 64 == 48 * 2**20
+    calls = spy(monkeypatch, mario, "ppo_gradients")
+    monkeypatch.setattr(mario, "plot_curves", lambda logdir: None)
+    mario.train(tiny(tmp_path / "run", capture_video=False, total_timesteps=16, minibatch_growth=1))
+    assert {minibatch[0].dtype for (_, minibatch, _), _ in calls} == {torch.uint8}
+
+
 def test_sigterm_saves_and_exits_with_143(tmp_path: Path) -> None:
-    argv = [sys.executable, "ppo_atari_mario.py", "--no-capture-video"]
+    argv = [sys.executable, str(mario.__file__), "--no-capture-video"]
     argv += command_line(TINY | {"logdir": tmp_path / "run", "total_timesteps": 100_000, "eval_every": 0})
     process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 120
