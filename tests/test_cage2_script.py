@@ -105,6 +105,31 @@ def test_wrong_values_are_refused_in_one_sentence(
     assert all(word in error for word in words), error
 
 
+def test_sigterm_saves_and_exits_with_143(cage2: ModuleType, tmp_path: Path) -> None:
+    argv = [sys.executable, str(cage2.__file__), "--logdir", str(tmp_path / "run"), "--no-compile", "--num-envs", "4"]
+    process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 100
+    while not (tmp_path / "run" / "timing.csv").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 143
+    assert f"continue with --resume --logdir {tmp_path / 'run'}" in output
+    rows = cage2.read_csv(tmp_path / "run" / "progress.csv")["global_step"]
+    assert cage2.load_checkpoint(tmp_path / "run" / "latest.pt")["counters"]["global_step"] == rows[-1] >= 400
+
+
+def test_a_compiled_run_is_close_to_an_eager_one(cage2: ModuleType, tmp_path: Path) -> None:
+    """--compile is the default, so all results are of it."""
+    runs = []
+    for compiled in (True, False):
+        logdir = tmp_path / str(compiled)
+        cage2.train(tiny_args(cage2, logdir, compile=compiled))
+        runs.append(cage2.load_checkpoint(logdir / "latest.pt")["agent"])
+    for name, tensor in runs[1].items():
+        torch.testing.assert_close(runs[0][name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
 # ---- actions --------------------------------------------------------------------------------------------------------
 
 

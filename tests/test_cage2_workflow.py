@@ -7,6 +7,7 @@ import json
 import math
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -682,6 +683,35 @@ def test_a_search_killed_in_the_middle_of_an_order_goes_on_and_ends_alike(
         name = Path(entry["checkpoint"]).parent.name
         assert_same(*(cage2.load_checkpoint(d / name / "latest.pt")["agent"] for d in (broken, whole)))
     assert len((broken / "search.csv").read_text().splitlines()) == 5
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_search_in_the_middle_of_an_order_and_it_can_go_on(
+    cage2: ModuleType, shared: Path, tmp_path: Path, signum: int, code: int
+) -> None:
+    logdir, output = tmp_path / "s", tmp_path / "out"
+    flags = ["--n-envs", "4", "--update-every-steps", "20", "--compliance-threshold", "1.0", "--eval-episodes", "10",
+             "--n-workflows", "1"]  # fmt: skip
+    begin = ["search", "--logdir", str(logdir), "--shared", str(shared), "--train-episodes-per-env", "100000", *flags]
+    pid = fork(lambda: cage2.main(begin), output)
+    deadline = time.monotonic() + 100
+    while not any(logdir.glob("001_*/timing.csv")) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    os.kill(pid, signum)
+    assert wait(pid) == code
+    text = output.read_text()
+    assert text.splitlines()[-1] == f"stopped; continue with search --resume --logdir {logdir}"
+    assert "Traceback" not in text
+    assert json.loads((logdir / "history.json").read_text())["history"] == []  # the order is not done
+    (order,) = logdir.glob("001_*")
+    updates = cage2.load_latest(order, "cpu")["counters"]["update"]
+    assert updates == len((order / "progress.csv").read_text().splitlines()) - 1 >= 1
+    pid = fork(lambda: cage2.main(["search", "--resume", "--logdir", str(logdir)]), output)
+    while len((order / "progress.csv").read_text().splitlines()) - 1 <= updates and time.monotonic() < deadline:
+        time.sleep(0.005)
+    os.kill(pid, signum)
+    assert wait(pid) == code
+    assert cage2.load_latest(order, "cpu")["counters"]["update"] > updates
 
 
 def test_a_search_prints_the_five_best_and_can_be_extended(

@@ -370,6 +370,20 @@ def test_progress_counted_from_wherever_mario_walks_to_pays_for_walking_in_place
     assert (of_the_guide, ground) == (510, 10)
 
 
+@pytest.mark.slow
+def test_a_compiled_run_is_close_to_an_eager_one_before_and_after_the_minibatches_grow(tmp_path: Path) -> None:
+    """Frames come in the same order only as long as the policies agree, so the learning rate is small."""
+    runs = []
+    for compiled in (True, False):
+        args = tiny(tmp_path / str(compiled), compile=compiled, capture_video=False, learning_rate=1e-5, amp=False,
+                    num_minibatches=4)  # fmt: skip
+        mario.train(args)
+        runs.append(mario.load_checkpoint(tmp_path / str(compiled) / "latest.pt"))
+    assert runs[0]["counters"]["minibatch_updates"] == (2 * 4 + 2 * 2) * 2  # two updates before, two after
+    for name, tensor in runs[1]["agent"].items():
+        torch.testing.assert_close(runs[0]["agent"][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
 def test_a_rollout_stores_pictures_as_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """32 x 128 pictures of (3, 64, 64) are 48 MiB as bytes and would be 192 as floats."""
     assert 32 * 128 * 3 * 64 * 64 == 48 * 2**20
