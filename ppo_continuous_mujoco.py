@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import difflib
+import errno
 import fcntl
 import hashlib
 import importlib.util
@@ -211,6 +212,10 @@ class UsageError(ValueError):
     """A mistake in what was asked for; the message says, in one sentence, what to change."""
 
 
+class DamagedError(UsageError):
+    """A checkpoint that is missing or damaged, so that the one before it may serve."""
+
+
 def known_args(values: dict[str, Any]) -> Args:
     """Args from saved values; those that this copy of the script no longer has are left out."""
     return Args(**{name: value for name, value in values.items() if name in Args.__dataclass_fields__})
@@ -272,11 +277,7 @@ def check_ranges(args: Args) -> None:
 def validate(args: Args) -> None:
     """Raise UsageError, one sentence with the numbers in it, for arguments that cannot work."""
     check_ranges(args)
-    if args.env_id not in gym.registry:
-        close = difflib.get_close_matches(args.env_id, [*TASKS, *gym.registry], n=1, cutoff=0.0)
-        raise UsageError(f"There is no environment {args.env_id!r}; did you mean {close[0]}?")
-    if args.env_id not in TASKS:
-        check_environment(args.env_id)
+    check_environment(args.env_id)
     if args.vec_env == "batch" and args.env_id not in TASKS:
         raise UsageError(f"--vec-env batch steps {', '.join(TASKS)}; use --vec-env subproc for {args.env_id}.")
     if args.gamma == 1 and not args.average_reward:
@@ -285,9 +286,13 @@ def validate(args: Args) -> None:
         other = "--average-reward" if args.average_reward else "--time-scaled-reward"
         raise UsageError(f"{other} is another reward scale than --norm-reward; add --no-norm-reward.")
     require(args, "at least 1", lambda x: x >= 1, "reset_steps")
-    require(args, "positive", lambda x: x > 0, "clip_obs", "clip_reward", "critic_learning_rate")
+    require(args, "positive", lambda x: x > 0, "clip_obs", "clip_reward")
+    require(args, "positive and finite", lambda x: 0 < x < math.inf, "critic_learning_rate")
+    require(args, "between -20 and 20", lambda x: -20 <= x <= 20, "log_std_init")
     require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "average_reward_rate")
-    require(args, "positive widths", lambda sizes: all(size > 0 for size in sizes), "hidden_sizes")
+    require(
+        args, "positive widths, one or more", lambda sizes: sizes and all(size > 0 for size in sizes), "hidden_sizes"
+    )
     if args.critic_learning_rate is not None and args.optimizer == "shared":
         raise UsageError("--critic-learning-rate needs --optimizer separate.")
     if args.capture_video:
@@ -296,6 +301,14 @@ def validate(args: Args) -> None:
 
 def check_environment(env_id: str) -> None:
     """Raise UsageError if an environment cannot be made here, or is none for this script."""
+    if env_id in TASKS:
+        return
+    if ":" not in env_id and env_id not in gym.registry:  # module:Id imports the module, which registers Id
+        close = difflib.get_close_matches(env_id, [*TASKS, *gym.registry], n=1)
+        advice = f"did you mean {close[0]}?" if close else f"try {', '.join(TASKS)}."
+        other = {"Mario": "ppo_atari_mario.py", "ALE/": "ppo_atari_mario.py", "CAGE2": "ppo_cage2_parallel.py"}
+        advice = next((f"{name} has it." for start, name in other.items() if env_id.startswith(start)), advice)
+        raise UsageError(f"There is no environment {env_id!r}; {advice}")
     try:
         with contextlib.closing(make(env_id)) as env:
             spaces = (env.observation_space, env.action_space)
@@ -303,6 +316,8 @@ def check_environment(env_id: str) -> None:
         raise UsageError(f"{env_id} cannot be made here ({str(error).partition(chr(10))[0]:.150}).") from None
     if not all(isinstance(space, gym.spaces.Box) and len(space.shape) == 1 for space in spaces):
         raise UsageError(f"This script needs one-dimensional Box observations and actions; {env_id} has {spaces}.")
+    if not np.issubdtype(spaces[1].dtype, np.floating):
+        raise UsageError(f"This script needs actions that are real numbers; those of {env_id} are {spaces[1].dtype}.")
 
 
 def check_pictures(args: Args) -> None:
@@ -313,7 +328,8 @@ def check_pictures(args: Args) -> None:
         PIL.Image.fromarray(np.asarray(vec_env.render())[0])
         vec_env.close()
     except Exception as error:
-        raise UsageError(f"There are no pictures of {args.env_id} here ({error!r:.99}).") from None
+        advice = "; on a machine without a display, set MUJOCO_GL=egl" if "MUJOCO_GL" not in os.environ else ""
+        raise UsageError(f"There are no pictures of {args.env_id} here ({error!r:.60}){advice}.") from None
 
 
 # ==========================================================================================================
@@ -560,7 +576,8 @@ def make_envs(
     if kind == "auto" or not training:
         kind = "batch" if args.env_id in TASKS else "subproc" if training else "sync"
     make_kwargs: dict[str, Any] = {} if args.reset_steps is None else {"max_episode_steps": args.reset_steps}
-    env_fns = [partial(make, args.env_id, render_mode=render_mode, **make_kwargs)] * args.num_envs
+    pictures = {} if render_mode is None else {"render_mode": render_mode}  # not every environment knows the word
+    env_fns = [partial(make, args.env_id, **make_kwargs, **pictures)] * args.num_envs
     vec_env: VectorEnv
     if kind == "sync" or render_mode is not None:
         vec_env = SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
@@ -703,35 +720,47 @@ def outlive_disk_errors(path: Path) -> Iterator[None]:
     """Turn the failure to write `path` into a warning: a picture is not worth a run."""
     try:
         yield
-    except OSError as error:
-        print(f"warning: {path} was not written ({error.strerror or error}); the run goes on.", file=sys.stderr)
+    except (OSError, json.JSONDecodeError) as error:  # the latter from a damaged index.json
+        reason = getattr(error, "strerror", None) or error
+        print(f"warning: {path} was not written ({reason}); the run goes on.", file=sys.stderr)
 
 
 def load_checkpoint(path: Path, device: str = "cpu") -> dict[str, Any]:
     """Read a checkpoint; nothing in the file is executed. Raises UsageError if it is missing, damaged, not a
     checkpoint, or of another script or format."""
     if not path.is_file():
-        raise UsageError(f"There is no checkpoint {path}.")
+        raise DamagedError(f"There is no checkpoint {path}.")
     try:
         with zipfile.ZipFile(path) as archive:
             damaged_part = archive.testzip()  # torch writes checksums but does not look at them
         if damaged_part is not None:
             raise zipfile.BadZipFile(f"wrong checksum of {damaged_part}")
         state = torch.load(path, map_location=device, weights_only=True)
+    except PermissionError:
+        raise UsageError(f"The checkpoint {path} may not be read by this user.") from None
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
         reason = str(error).partition("\n")[0][:100]
-        raise UsageError(f"{path} is damaged or not a checkpoint ({reason}).") from None
+        raise DamagedError(f"{path} is damaged or not a checkpoint ({reason}).") from None
     found = state.get("format") if isinstance(state, dict) else None
     if found != FORMAT:
         raise UsageError(f"{path} holds {found or 'something else'}, this script reads checkpoints of {FORMAT}.")
     return state
 
 
+def load_weights(agent: Agent, checkpoint: dict[str, Any], path: Path) -> None:
+    """Put the weights of the checkpoint at `path` into `agent`. Raises UsageError if they do not fit."""
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip()
+        raise UsageError(f"{path} holds a policy of other inputs, actions or layers ({reason})") from None
+
+
 def load_latest(logdir: Path, device: str) -> dict[str, Any]:
     """The checkpoint to resume from: latest.pt or, if that is damaged, the one before it."""
     try:
         return load_checkpoint(logdir / "latest.pt", device)
-    except UsageError as error:
+    except DamagedError as error:
         if not (logdir / "latest.prev.pt").is_file():
             raise
         print(f"warning: {error} Falling back to latest.prev.pt.", file=sys.stderr)
@@ -781,7 +810,8 @@ class Logger:
             return
         for path in filter(Path.exists, (logdir / name for name in ("progress.csv", "timing.csv", "eval.csv"))):
             header, *rows = path.read_text().splitlines(keepends=True) or [""]
-            kept = [row for row in rows if row.endswith("\n") and int(row.split(",")[0]) <= step]
+            steps = [row.partition(",")[0] if row.endswith("\n") else "" for row in rows]  # "": cut off by a kill
+            kept = [row for row, at in zip(rows, steps, strict=True) if at.isdecimal() and int(at) <= step]
             path.with_suffix(".tmp").write_text("".join([header, *kept]) if kept else "")
             os.replace(path.with_suffix(".tmp"), path)  # a kill in between must not lose the rows
         self.writer = SummaryWriter(str(logdir), purge_step=step + 1)
@@ -799,13 +829,12 @@ class Logger:
                 if size == 0:
                     writer.writerow(["global_step", *metrics])
                 writer.writerow([step, *metrics.values()])
-            self.writer = self.writer or SummaryWriter(str(self.logdir))
             for name, value in metrics.items():
-                if not math.isnan(value):
+                if self.writer is not None and not math.isnan(value):
                     self.writer.add_scalar(name, value, step)
         except OSError as error:
             print(f"warning: {path} has no step {step} ({error.strerror}); the run goes on.", file=sys.stderr)
-            self.writer = None  # its thread died of the error
+            self.writer = None  # its thread died of the error, and the next one would
             with contextlib.suppress(OSError):
                 os.truncate(path, size)  # half a row would spoil the next one
 
@@ -898,6 +927,8 @@ class Interrupt:
             self.restore()
             raise KeyboardInterrupt
         self.signum = signum
+        if os.environ.get("RANK", "0") == "0":  # not print: the signal may have come in the middle of one
+            os.write(2, b"\nstopping after this update; once more to stop at once\n")
 
     def restore(self) -> None:
         for signum, handler in self.previous.items():
@@ -1031,11 +1062,29 @@ def describe(args: Args, logdir: Path, agent: nn.Module, rollout: list[torch.Ten
     )
 
 
-def open_run(args: Args) -> tuple[Path, dict[str, Any] | None]:
-    """The run folder, with config.json written, and the checkpoint to continue from, if --resume. Raises UsageError
-    if the folder holds another run, or the arguments would make the resumed run another one."""
-    default = f"runs/{args.env_id.replace('/', '_')}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    logdir = Path(args.logdir or default)
+def lock_folder(logdir: Path) -> int:
+    """Keep other runs out of a folder until the descriptor that is returned is closed. Raises UsageError if one is
+    in it. The lock is the process's own (lockf): it goes with a kill -9, even if forked workers live a moment longer.
+    """
+    descriptor = os.open(logdir / "lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        os.close(descriptor)
+        raise UsageError(f"{logdir} is in use by another process: wait for it, or choose another --logdir.") from None
+    except OSError:  # a file system without locks
+        pass
+    return descriptor
+
+
+def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, int]:
+    """The run folder, with config.json written, the checkpoint to continue from, if --resume, and the folder's lock.
+    Raises UsageError if the folder holds another run, or the arguments would make the resumed run another one."""
+    logdir = Path(args.logdir or "")
+    while args.logdir is None and (logdir == Path() or logdir.exists()):  # another run may have begun this second
+        now = time.strftime("%Y%m%d-%H%M%S")
+        logdir = Path(f"runs/{args.env_id.replace('/', '_')}__{SCRIPT}__{args.seed}__{now}")
+        time.sleep(0.1 * logdir.exists())
     checkpoint = load_latest(logdir, args.device) if args.resume else None
     if checkpoint is None and (logdir / "latest.pt").exists():
         raise UsageError(f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
@@ -1056,12 +1105,13 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None]:
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     try:
         logdir.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(logdir)
         versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
         config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
         (logdir / "config.json").write_text(json.dumps(config, indent=1))
     except OSError as error:
         raise UsageError(f"The run folder {logdir} cannot be written: {error.strerror}.") from None
-    return logdir, checkpoint
+    return logdir, checkpoint, lock
 
 
 def train(args: Args) -> dict[str, Any]:
@@ -1072,7 +1122,7 @@ def train(args: Args) -> dict[str, Any]:
     """
     validate(args)
     ranks = Ranks(args)
-    logdir, checkpoint = ranks.run_once(open_run, args)
+    logdir, checkpoint, lock = ranks.run_once(open_run, args)
     vec_env, interrupt = make_envs(ranks.share(args), gather=ranks.gather_arrays), Interrupt()
     try:
         with contextlib.redirect_stdout(sys.stdout if ranks.rank == 0 else None):  # rank 0 speaks for all
@@ -1081,6 +1131,8 @@ def train(args: Args) -> dict[str, Any]:
         interrupt.restore()
         vec_env.close()
         ranks.close()
+        if ranks.rank == 0:
+            os.close(lock)
 
 
 def learn(
@@ -1150,7 +1202,7 @@ def learn(
     env_obs, _ = vec_env.reset(seed=args.seed + first_env)
     if checkpoint is not None:
         counters = Counters(**checkpoint["counters"])
-        agent.load_state_dict(checkpoint["agent"])
+        load_weights(agent, checkpoint, logdir / "latest.pt")
         moments = [tuple(x.to(device) for x in network) for network in checkpoint["optimizer"]]
         own = checkpoint["ranks"][ranks.rank]
         if set_vector_state(vec_env, to_arrays(own["envs"])):
@@ -1385,8 +1437,8 @@ def learn(
 # ==========================================================================================================
 @dataclass
 class PlayArgs:
-    logdir: str
-    """run folder"""
+    logdir: str | None = None
+    """run folder; may be left out if --checkpoint is a path"""
     checkpoint: str = "best"
     """best, latest, or the path of a checkpoint"""
     episodes: int = 5
@@ -1405,22 +1457,35 @@ class PlayArgs:
     """folder of the GIFs; default {logdir}/gifs"""
 
 
+def find_checkpoint(logdir: str | None, name: str) -> Path:
+    """The checkpoint that --checkpoint names, in the run folder or by its path. Raises UsageError for a name without
+    a folder."""
+    if logdir is None and name in ("best", "latest"):
+        raise UsageError("Name the run folder, --logdir, or the path of a checkpoint, --checkpoint.")
+    path = Path(logdir or "", f"{name}.pt") if name in ("best", "latest") else Path(name)
+    if not path.exists() and name == "best" and path.with_name("latest.pt").exists():
+        raise UsageError(f"There is no {path} before the first evaluation; use --checkpoint latest.")
+    return path
+
+
 def play(play_args: PlayArgs) -> dict[str, Any]:
     """Play a checkpoint. Prints a line an episode and, as the last line, the summary as JSON that it returns."""
     require(play_args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
     require(play_args, "at least 1", lambda x: x >= 1, "episodes", "gif_fps")
     if play_args.render and play_args.save_gif:
         raise UsageError("--render shows the episodes and --save-gif writes them: choose one.")
-    logdir = Path(play_args.logdir)
-    name = play_args.checkpoint
-    checkpoint = load_checkpoint(logdir / f"{name}.pt" if name in ("best", "latest") else Path(name))
+    path = find_checkpoint(play_args.logdir, play_args.checkpoint)
+    checkpoint, logdir = load_checkpoint(path), Path(play_args.logdir or path.parent)
     args = replace(known_args(checkpoint["args"]), eval_episodes=1, num_envs=1, device="cpu")
+    check_environment(args.env_id)
     if play_args.save_gif:
         check_pictures(args)
+    if play_args.render and not {"DISPLAY", "WAYLAND_DISPLAY"} & {*os.environ}:
+        raise UsageError("--render needs a display, and there is none here; use --save-gif.")
     vec_env = make_envs(args, training=False)
     agent = Agent(vec_env, args)
     vec_env.close()
-    agent.load_state_dict(checkpoint["agent"])
+    load_weights(agent, checkpoint, path)
     statistics = to_arrays(checkpoint["observation_statistics"])
     render_mode = "human" if play_args.render else "rgb_array" if play_args.save_gif else None
     folder = Path(play_args.gif_dir or logdir / "gifs") / time.strftime("run_%Y%m%d-%H%M%S")
@@ -1480,9 +1545,12 @@ def explain(args: Args) -> int | None:
 def parse_args(argv: list[str]) -> Args:
     """Defaults, then the presets named after --configs (or the arguments of the run to --resume), then flags."""
     values: dict[str, Any] = {}
-    if "--configs" in argv:
+    argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--configs=") else [word])]
+    while "--configs" in argv:
         start = argv.index("--configs")
         stop = next((i for i in range(start + 1, len(argv)) if argv[i].startswith("--")), len(argv))
+        if stop == start + 1:
+            raise UsageError(f"--configs needs the name of a preset: {', '.join(PRESETS)}.")
         for name in argv[start + 1 : stop]:
             if name not in PRESETS:
                 close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
@@ -1498,20 +1566,24 @@ def parse_args(argv: list[str]) -> Args:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line; returns the exit code: 0, 1 after numbers that are not finite, 2 for a wrong argument,
-    128 + n after signal n."""
+    """Run the command line; returns the exit code: 0, 1 after numbers that are not finite or a file that cannot be
+    read or written, 2 for a wrong argument, 128 + n after signal n."""
     try:
         if argv[:1] == ["play"]:
-            play(tyro.cli(PlayArgs, args=argv[1:], description=play.__doc__))
+            play(tyro.cli(PlayArgs, prog=f"{SCRIPT}.py play", args=argv[1:], description=play.__doc__))
             return 0
         if argv[:1] == ["curves"]:
-            curves(tyro.cli(CurvesArgs, args=argv[1:], description=curves.__doc__))
+            curves(tyro.cli(CurvesArgs, prog=f"{SCRIPT}.py curves", args=argv[1:], description=curves.__doc__))
             return 0
         args = parse_args(argv)
         signum = explain(args) if args.explain else train(args)["signal"]
         return 128 + signum if signum else 0
-    except (UsageError, FloatingPointError) as error:
-        if isinstance(error, FloatingPointError) or os.environ.get("RANK", "0") == "0":
+    except KeyboardInterrupt:
+        return 130
+    except (UsageError, FloatingPointError, OSError) as error:
+        if isinstance(error, OSError) and error.filename is None and error.errno != errno.ENOSPC:
+            raise  # not about a file
+        if not isinstance(error, UsageError) or os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
 

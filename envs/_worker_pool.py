@@ -288,7 +288,8 @@ class WorkerPool:
             if worker.pending and worker.done.acquire(False):
                 with contextlib.suppress(WorkerError):
                     self._take_reply(worker, name)
-        errors = [error for worker in workers for error in worker.reply[0]]
+        # Whose reply is still to come has the one to an earlier command.
+        errors = [error for worker in workers if not worker.pending for error in worker.reply[0]]
         return self._environment_error(errors, name) if errors else None
 
     def _wait(self, worker: Worker, name: str, patience: float, timeout: float | None) -> None:

@@ -17,6 +17,7 @@ from gymnasium.envs.mujoco import MujocoEnv
 from gymnasium.vector import AutoresetMode, VectorEnv
 
 from envs._subproc_worker import NoState, plain_attributes, set_attributes, state_layers
+from envs._worker_pool import WorkerError
 from envs.mujoco_batch import without_deprecation_note
 
 INTEGRATION = mujoco.mjtState.mjSTATE_INTEGRATION  # coordinates, velocities, controls, warm start
@@ -112,7 +113,9 @@ def get_vector_state(vec_env: VectorEnv) -> Any:
         try:
             return vec_env.get_state()
         except NoState as error:
-            warnings.warn(str(error).splitlines()[0], stacklevel=2)  # the others are of a worker's trace
+            # Of a worker's report only the environment's own words, which are the same each time: shown once.
+            own_words = error.errors[0].message if isinstance(error, WorkerError) else str(error)
+            warnings.warn(own_words, stacklevel=2)
             return None
     if vec_env.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
         return None

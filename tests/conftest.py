@@ -42,12 +42,6 @@ SPACES: dict[str, tuple[Box, Box | Discrete]] = {
 }
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--script", action="append", default=[], metavar="FILE", help="run the script tests on this copy (repeatable)"
-    )
-
-
 def script_paths(config: pytest.Config) -> list[Path]:
     """The scripts under test. Raises UsageError for one that does not exist."""
     paths = [Path(name).resolve() for name in config.getoption("--script")] or sorted(ROOT.glob("ppo_*.py"))

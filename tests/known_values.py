@@ -117,7 +117,27 @@ class PoisonEnv(SmallEnv):
         return obs, reward, False, False, {}
 
 
-for _name, _class in {"KnownValues": KnownValuesEnv, "Target": TargetEnv, "Poison": PoisonEnv}.items():
+class PlainEnv(gymnasium.Env):
+    """As a newcomer writes one: its constructor takes nothing, and it cannot be saved. The reward is the action."""
+
+    observation_space = spaces.Box(-1, 1, (1,), np.float32)
+    action_space: Any = spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        return np.zeros(1, np.float32), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        return np.zeros(1, np.float32), float(action[0]), False, False, {}
+
+
+class WholeNumbersEnv(PlainEnv):
+    action_space = spaces.Box(-3, 3, (1,), np.int64)
+
+
+CLASSES = {"KnownValues": KnownValuesEnv, "Target": TargetEnv, "Poison": PoisonEnv, "Plain": PlainEnv,
+           "WholeNumbers": WholeNumbersEnv}  # fmt: skip
+for _name, _class in CLASSES.items():
     gymnasium.register(f"{_name}-v0", entry_point=_class)
 for _what in ("reward", "obs"):
     for _value in (np.nan, np.inf):

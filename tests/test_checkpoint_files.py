@@ -9,8 +9,10 @@ import math
 import os
 import pickle
 import random
+import re
 import signal
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -20,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import tiny_args, weights
+from tests.conftest import make_sample, tiny_args, weights
 from tests.test_resume import fork, wait
 
 Run = Callable[..., dict[str, Any]]
@@ -290,9 +292,143 @@ def test_a_picture_that_the_disk_refuses_costs_a_warning(
 
 def test_a_machine_without_git_can_train(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nonexistent")
-    logdir, checkpoint = script.open_run(script.Args(logdir=str(tmp_path / "run")))
+    logdir, checkpoint, lock = script.open_run(script.Args(logdir=str(tmp_path / "run")))
+    os.close(lock)
     assert checkpoint is None
     assert json.loads((logdir / "config.json").read_text())["commit"] == ""
+
+
+def test_a_folder_in_use_is_refused_until_its_process_is_gone(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By a second start as by --resume. A lock that a killed process held is free at once."""
+    args = script.Args(logdir=str(tmp_path / "run"))
+
+    def hold() -> None:
+        script.open_run(args)
+        (tmp_path / "held").touch()
+        time.sleep(100)
+
+    pid = fork(hold, tmp_path / "output.txt")
+    while not (tmp_path / "held").exists():
+        time.sleep(0.01)
+    with pytest.raises(script.UsageError, match=r"run is in use by another process: wait for it, or choose another"):
+        script.open_run(args)
+    os.kill(pid, signal.SIGKILL)
+    assert wait(pid) == -signal.SIGKILL
+    os.close(script.open_run(args)[2])
+
+
+def test_two_runs_begun_in_the_same_second_have_folders_of_their_own(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    opened = [script.open_run(script.Args()) for _ in range(2)]
+    for _, _, lock in opened:
+        os.close(lock)
+    assert opened[0][0] != opened[1][0]
+    assert len(list((tmp_path / "runs").iterdir())) == 2
+
+
+def test_only_a_damaged_checkpoint_makes_way_for_the_one_before(script: ModuleType, tmp_path: Path) -> None:
+    """One of another script, which a resumed run would replace, is refused."""
+    torch.save({"format": script.FORMAT, "args": {}}, tmp_path / "latest.prev.pt")
+    torch.save({"format": "another/1"}, tmp_path / "latest.pt")
+    with pytest.raises(script.UsageError, match="holds another/1"):
+        script.load_latest(tmp_path, "cpu")
+
+
+def test_weights_of_another_network_are_refused_in_one_sentence(script: ModuleType, tmp_path: Path) -> None:
+    agent = make_sample(script).agent
+    state = agent.state_dict()
+    name = next(iter(state))
+    with pytest.raises(script.UsageError, match=f"x.pt holds a policy of other inputs, actions or layers .*{name}"):
+        script.load_weights(agent, {"agent": state | {name: torch.zeros(1, 2, 3)}}, Path("x.pt"))
+
+
+def test_a_damaged_row_of_a_log_is_dropped_on_resume(script: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "eval.csv").write_text("global_step,x\n64,1\nx\x00y,2\n128,3\n19")
+    script.Logger(tmp_path, step=128).writer.close()
+    assert (tmp_path / "eval.csv").read_text() == "global_step,x\n64,1\n128,3\n"
+
+
+def test_a_damaged_leaderboard_costs_a_warning_and_no_run(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = board(script, tmp_path, "run0", 1.0)
+    (folder / "index.json").write_text('[{"score": 1.')
+    with script.outlive_disk_errors(tmp_path / "best"):
+        board(script, tmp_path, "run1", 2.0)
+    assert re.search(r"best was not written \(Expecting .*\); the run goes on", capsys.readouterr().err)
+
+
+def test_files_that_cannot_be_written_end_in_one_sentence(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(args: Any) -> Any:
+        return (tmp_path / "file" / "picture.gif").write_bytes(b"")
+
+    def broken(args: Any) -> Any:
+        raise BrokenPipeError(32, "a worker is gone")
+
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(script, "train", refuse)
+    assert script.main([]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("error: [Errno 20] Not a directory")
+    assert len(error.splitlines()) == 1
+    monkeypatch.setattr(script, "train", broken)
+    with pytest.raises(BrokenPipeError):  # no file's fault: the whole trace is wanted
+        script.main([])
+
+
+def test_a_second_ctrl_c_ends_without_a_trace(
+    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(args: Any) -> Any:
+        interrupt = script.Interrupt()
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            assert interrupt.signum == signal.SIGINT
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        finally:
+            interrupt.restore()
+
+    monkeypatch.setattr(script, "train", interrupted)
+    assert script.main([]) == 130
+    assert capfd.readouterr().err.strip() == "stopping after this update; once more to stop at once"
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--configs"], "--configs needs the name of a preset: defaults"),
+        (["--configs", "--seed", "1"], "--configs needs the name of a preset: defaults"),
+        (["--configs=nothing"], "There is no preset 'nothing'"),
+        (["play"], "Name the run folder, --logdir, or the path of a checkpoint"),
+    ],
+)
+def test_what_is_missing_is_named(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], argv: list[str], words: str
+) -> None:
+    assert script.main(argv) == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert len(error.splitlines()) == 1
+
+
+def test_presets_may_be_named_in_several_ways(script: ModuleType) -> None:
+    expected = script.parse_args(["--configs", "debug", "fast"])
+    assert script.parse_args(["--configs=debug", "--configs", "fast"]) == expected
+
+
+def test_before_the_first_evaluation_play_names_the_latest_checkpoint(script: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "latest.pt").touch()
+    with pytest.raises(script.UsageError, match="before the first evaluation; use --checkpoint latest"):
+        script.find_checkpoint(str(tmp_path), "best")
+    assert script.find_checkpoint(str(tmp_path), "latest") == tmp_path / "latest.pt"
+    assert script.find_checkpoint(None, "a/b.pt") == Path("a/b.pt")
 
 
 def test_other_tables_in_the_folder_stay_as_they_are(script: ModuleType, tmp_path: Path) -> None:

@@ -122,6 +122,12 @@ WRONG = {
     "--average-reward": "--no-norm-reward",
     "--time-scaled-reward": "--no-norm-reward",
     "--env-id HalfCheeta-v5": "did you mean HalfCheetah-v5?",
+    "--env-id ALE/Pong-v5": "There is no environment 'ALE/Pong-v5'; ppo_atari_mario.py has it.",
+    "--env-id xyz": "There is no environment 'xyz'; try Ant-v5, Half",
+    "--env-id nowhere:Env-v0": "nowhere:Env-v0 cannot be made here",
+    "--env-id WholeNumbers-v0": "actions that are real numbers; those of WholeNumbers-v0 are int64",
+    "--log-std-init nan": "--log-std-init must be between -20 and 20",
+    "--log-std-init 1000": "--log-std-init must be between -20 and 20",
     "--env-id TwoQueue-v0 --vec-env batch": "subproc",
     "--env-id CartPole-v1": "Box",
     "--device cuda:99": "--device cuda:99 is not available",
@@ -657,9 +663,20 @@ def test_batched_robots_and_those_of_gymnasium_agree_bit_for_bit(
 
 
 def test_an_environment_that_cannot_be_saved_can_be_trained(run_tiny: Run) -> None:
-    result = run_tiny(env_id="Pendulum-v1", vec_env="subproc", reset_steps=None)
+    with pytest.warns(UserWarning, match="cannot be saved, because PendulumEnv lacks get_state") as warned:
+        result = run_tiny(env_id="Pendulum-v1", vec_env="subproc", reset_steps=None, save_every=1)
     assert math.isfinite(result["mean_return"])
     assert result["global_step"] == 192
+    texts = [str(w.message) for w in warned if "cannot be saved" in str(w.message)]
+    assert len(texts) > 3  # one a save, of which Python shows those that are equal only once
+    assert len(set(texts)) == 1
+
+
+@pytest.mark.parametrize("vec_env", ["subproc", "sync"])
+def test_an_environment_as_simple_as_can_be_is_trained(run_tiny: Run, vec_env: str) -> None:
+    """By the name of its module too, which is then imported. Its constructor knows no render_mode."""
+    result = run_tiny(env_id="tests.known_values:Plain-v0", vec_env=vec_env, reset_steps=5, learning_rate=0.01)
+    assert result["mean_return"] > 0
 
 
 # ---- evaluation and playing -----------------------------------------------------------------------------------------

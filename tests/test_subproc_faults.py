@@ -117,6 +117,28 @@ def four_envs(kind: str, place: str, once: Path | None = None, **kwargs: Any) ->
     return SubprocVecEnv(env_fns, 2, **{"step_timeout": 20.0, "autoreset_mode": "SameStep", **kwargs})
 
 
+class SlowStepEnv(CountEnv):
+    """Takes a second for each step."""
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
+        time.sleep(1)
+        return super().step(action)
+
+
+def test_a_lost_worker_is_not_blamed_on_what_another_one_answered_before() -> None:
+    """That worker still steps when the other one is found dead; its last reply is to a call that failed."""
+    envs = SubprocVecEnv([partial(FaultyEnv, "os._exit", "step"), SlowStepEnv], 2, step_timeout=20.0)
+    try:
+        envs.reset(seed=0)
+        with pytest.raises(WorkerError, match="lacks get_state"):
+            envs.get_state()
+        envs.step(np.array([0, 0]))
+        with pytest.raises(WorkerError, match=r"Worker 0 \(process \d+\) exited with code 3 during step"):
+            envs.step(np.array([0, 0]))
+    finally:
+        envs.close()
+
+
 def children() -> set[int]:
     """The living direct and indirect children of this process that are workers."""
     found = set()
