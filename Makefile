@@ -14,7 +14,7 @@ $(VENV)/.ready: requirements.txt
 
 setup: $(VENV)/.ready   ## what all others do first
 
-train: $(VENV)/.ready   ## HalfCheetah learns to run: about two minutes on two cores
+train: $(VENV)/.ready   ## HalfCheetah learns to run: a minute and a half on two idle cores
 	$(BIN)/python ppo_continuous_mujoco.py --configs halfcheetah $(ARGS)
 
 test: $(VENV)/.ready    ## the default suite

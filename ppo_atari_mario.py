@@ -76,7 +76,7 @@ class Args:
     seed: int = 1
     """seed of networks, sampling and environments (environment n gets seed + n)"""
     total_timesteps: int = 1_500_000
-    """environment steps (decisions) of the whole run, summed over environments"""
+    """environment steps (decisions) of the whole run, summed over environments, rounded down to whole batches"""
     logdir: str | None = None
     """run folder; default runs/{env_id}__{script}__{seed}__{time}"""
     resume: bool = False
@@ -119,7 +119,7 @@ class Args:
     num_workers: int | None = None
     """processes that step the environments; default: the CPU cores"""
     backend: Literal["auto", "nes_py", "fceumm"] = "auto"
-    """emulator: nes_py, or fceumm, about five times as fast; auto: nes_py. A policy does not transfer between them"""
+    """emulator: nes_py, or fceumm, about 4.5 times as fast; auto: nes_py. A policy does not transfer between them"""
     obs: Literal["gray64", "rgb64", "gray84"] = "gray64"
     """colour and side of the pictures"""
     frame_stack: int | None = None
@@ -1145,7 +1145,7 @@ def train(args: Args) -> dict[str, Any]:
         backend: Any = resolve_backend(args.backend)
         args = replace(args, backend=backend)  # a policy belongs to the emulator that it was trained on
         if "fceumm" not in available_backends():
-            print(f"FCEUmm would emulate about five times as fast: {INSTALL['fceumm']}; then add --backend fceumm.")
+            print(f"FCEUmm would emulate about 4.5 times as fast: {INSTALL['fceumm']}; then add --backend fceumm.")
 
     ranks = Ranks(args)
     logdir, checkpoint, lock = ranks.run_once(open_run, args)

@@ -73,7 +73,7 @@ class Args:
     seed: int = 1
     """seed of networks, sampling and environments (environment n gets seed + n)"""
     total_timesteps: int = 1_000_000
-    """environment steps of the whole run, summed over environments"""
+    """environment steps of the whole run, summed over environments, rounded down to whole batches"""
     logdir: str | None = None
     """run folder; default runs/{env_id}__{script}__{seed}__{time}"""
     resume: bool = False
