@@ -108,7 +108,7 @@ def main() -> None:
         "# TwoQueue-v0: a task without an end\n\n`python -m benchmarks.continuing`: the preset `queue`, "
         f"{next(iter(finished.values()))[0]['steps']:,} steps, one thing changed at a time; a number a seed. LTA: "
         "long-term average of the raw reward, minus the mean backlog, of the last evaluation (the policy's mode) and "
-        "of the last tenth of the training (sampled actions). Whoever serves the longer queue has "
+        "of the last tenth of the training (sampled actions, soon after a reset). Whoever serves the longer queue has "
         f"{-bounds['longer']:.2f} in the episodes of the evaluation, actions at random {-bounds['random']:.2f}. Value "
         "losses, of the last tenth too, have the unit of each variant's own reward, squared: they do not compare.\n\n"
     )
