@@ -143,10 +143,11 @@ def report(folder: Path = RESULTS) -> None:
                 f"{training[-5:].mean():.0%}",
                 *(f"{final[mode]['success_rate']:.0%} ({final[mode]['mean_return']:.0f} +- "
                   f"{final[mode]['std_return']:.0f})" for mode in ("deterministic", "sampled")),
+                f"{final['deterministic']['mean_length']:.0f}, {final['sampled']['mean_length']:.0f}",
             ])  # fmt: skip
     header = ["stage", "emulator", "variant", "grey", "seed", "steps", "minutes", "half of training episodes at",
               "training, last 100,000 steps", f"{EPISODES} episodes, deterministic (return)",
-              f"{EPISODES} episodes, sampled (return)"]  # fmt: skip
+              f"{EPISODES} episodes, sampled (return)", "decisions an episode"]  # fmt: skip
     page = (
         "# Super Mario Bros\n\n`python -m benchmarks.mario_learning`. Share of episodes that reach the flag, with "
         "random waiting before the start and sticky actions, in training and evaluation. Minutes are those of "
