@@ -1066,7 +1066,7 @@ def lock_folder(logdir: Path) -> int:
     """Keep other runs out of a folder until the descriptor that is returned is closed. Raises UsageError if one is
     in it. The lock is the process's own (lockf): it goes with a kill -9, even if forked workers live a moment longer.
     """
-    descriptor = os.open(logdir / "lock", os.O_RDWR | os.O_CREAT)
+    descriptor = os.open(logdir / "run.lock", os.O_RDWR | os.O_CREAT)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, PermissionError):
