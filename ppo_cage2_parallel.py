@@ -1209,6 +1209,8 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, int]:
         now = time.strftime("%Y%m%d-%H%M%S")
         logdir = Path(f"runs/{args.env_id.replace('/', '_')}__{SCRIPT}__{args.seed}__{now}")
         time.sleep(0.1 * logdir.exists())
+    # Locked before its checkpoint is read: whoever else is in it may be about to write a newer one.
+    lock = lock_folder(logdir) if args.resume and logdir.is_dir() else None
     checkpoint = load_latest(logdir, args.device) if args.resume else None
     if checkpoint is None and (logdir / "latest.pt").exists():
         raise UsageError(f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
@@ -1229,7 +1231,7 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, int]:
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     try:
         logdir.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(logdir)
+        lock = lock_folder(logdir) if lock is None else lock
         versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
         config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
         (logdir / "config.json").write_text(json.dumps(config, indent=1))

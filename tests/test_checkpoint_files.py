@@ -312,8 +312,9 @@ def test_a_folder_in_use_is_refused_until_its_process_is_gone(
     pid = fork(hold, tmp_path / "output.txt")
     while not (tmp_path / "held").exists():
         time.sleep(0.01)
-    with pytest.raises(script.UsageError, match=r"run is in use by another process: wait for it, or choose another"):
-        script.open_run(args)
+    for resume in (False, True):  # even before the checkpoint is read, which may be about to change
+        with pytest.raises(script.UsageError, match=r"run is in use by another process: wait for it, or choose"):
+            script.open_run(dataclasses.replace(args, resume=resume))
     os.kill(pid, signal.SIGKILL)
     assert wait(pid) == -signal.SIGKILL
     os.close(script.open_run(args)[2])
