@@ -582,7 +582,9 @@ def make_envs(
     if kind == "sync" or render_mode is not None:
         vec_env = SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
     elif kind == "async":
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal would end its workers, too
         vec_env = AsyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
+        signal.signal(signal.SIGINT, handler)
     elif kind == "batch":
         vec_env = MujocoBatchVecEnv(args.env_id, args.num_envs, num_threads=args.num_workers, **make_kwargs)
     else:

@@ -80,7 +80,10 @@ def main() -> None:
     info = machine_info(["torch", "gymnasium", "numpy", "numba"])
     runs = {}
     for logdir in options.logdirs:
-        run = measure(logdir, options.episodes)
+        try:
+            run = measure(logdir, options.episodes)
+        except ValueError as error:  # the script's UsageError: no such checkpoint
+            parser.error(str(error))
         runs[f"{run['args']['version']}, seed {run['args']['seed']}"] = run
     rows = []
     for name, run in runs.items():

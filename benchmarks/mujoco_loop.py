@@ -44,6 +44,7 @@ from benchmarks.common import (
     summary,
     write_results,
 )
+from envs.mujoco_batch import TASKS
 
 WARM_UP, EPOCHS = 3, 10
 CANDIDATES = ["limit", "ours: batch", "ours: batch, no compile", "ours: subproc", "CleanRL-style: sync",
@@ -156,6 +157,9 @@ def main() -> None:
         print(json.dumps(measure(candidate, env_id, *map(int, sizes))))
         return
     env_ids = options.envs or (["HalfCheetah-v5"] if options.quick else ["HalfCheetah-v5", "Ant-v5", "Humanoid-v5"])
+    unknown = [env_id for env_id in env_ids if env_id not in TASKS]
+    if unknown:
+        parser.error(f"--envs {unknown[0]}: choose among {', '.join(TASKS)}")
     settings = dict(list(SETTINGS.items())[: 1 if options.quick else 3])
     names = ["ours: batch", *REFERENCES] if options.quick else list(CANDIDATES)
     if "CleanRL-style: envpool" in names and find_spec("envpool") is None:

@@ -238,6 +238,7 @@ def report(runs: list[Run], metric: str, folder: Path, name: str) -> None:
     page += f"The best evaluation of a run is the maximum of its curve.\n\n![curves]({name}.png)\n\n"
     write_results(name, {"machine": info, "metric": metric, "commands": commands}, page + machine_line(info), folder)
     draw(by_command, metric, folder / f"{name}.png")
+    print(f"{folder / name}.md, .json, .png")
 
 
 def draw(by_command: dict[str, list[tuple[int, dict[str, np.ndarray]]]], metric: str, path: Path) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -21,7 +22,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from envs.mario import available_backends
-from tests.conftest import assert_same, domain, load_script, script_paths, tiny_args, weights
+from tests.conftest import ROOT, assert_same, domain, load_script, script_paths, tiny_args, weights
 
 Run = Callable[..., dict[str, Any]]
 # 24 updates of 4 x 16 steps, saved after every second one, evaluated after every fifth.
@@ -426,6 +427,25 @@ def test_a_signal_ends_the_run_cleanly_and_it_can_go_on(
     )  # fmt: skip
     assert wait(whole) == 0, output.read_text()[-2000:]
     assert_same(weights(logdir), weights(tmp_path / "whole"))
+
+
+@pytest.mark.parametrize("vec_env", ["subproc", "async"])
+def test_ctrl_c_in_a_terminal_reaches_the_workers_too_and_all_is_saved(
+    continuous: ModuleType, tmp_path: Path, vec_env: str
+) -> None:
+    flags = ["--env-id", "TwoQueue-v0", "--vec-env", vec_env, "--num-envs", "2", "--num-steps", "16",
+             "--num-minibatches", "2", "--no-compile", "--logdir", str(tmp_path / "run")]  # fmt: skip
+    process = subprocess.Popen([sys.executable, str(continuous.__file__), *flags], cwd=ROOT, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, start_new_session=True)  # fmt: skip
+    deadline = time.monotonic() + 100
+    while rows(tmp_path / "run") < 3 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    assert "Traceback" not in output
+    assert "stopping after this update" in output
+    assert continuous.load_checkpoint(tmp_path / "run" / "latest.pt")["counters"]["update"] == rows(tmp_path / "run")
 
 
 def test_a_signal_before_the_first_update_leaves_a_run_to_continue(
