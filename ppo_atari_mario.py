@@ -795,7 +795,8 @@ class Logger:
     """Scalars of a run to CSV files and TensorBoard, and a live line to the terminal.
 
     Resumed at `step`, it drops what was logged after the checkpoint: the files look as if nothing had happened. A disk
-    that refuses costs a few rows, with a warning, and not the run. A silent logger writes nothing.
+    that refuses costs a few rows, or TensorBoard's part, with a warning, and not the run. A silent logger writes
+    nothing.
     """
 
     def __init__(self, logdir: Path, step: int = 0, silent: bool = False) -> None:
@@ -819,19 +820,25 @@ class Logger:
         path = self.logdir / file
         size = path.stat().st_size if path.exists() else 0
         try:
-            with open(path, "a", newline="") as stream:
+            with open(path, "a+", newline="") as stream:
+                stream.seek(0)  # a run begun by an older version of the script keeps its columns
+                names = stream.readline().rstrip("\n").split(",")[1:]
                 writer = csv.writer(stream, lineterminator="\n")
-                if size == 0:
-                    writer.writerow(["global_step", *metrics])
-                writer.writerow([step, *metrics.values()])
+                if not names:
+                    names = [*metrics]
+                    writer.writerow(["global_step", *names])
+                writer.writerow([step, *(metrics.get(name, math.nan) for name in names)])
+        except OSError as error:
+            print(f"warning: {path} has no step {step} ({error.strerror}); the run goes on.", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)  # half a row would spoil the next one
+        try:
             for name, value in metrics.items():
                 if self.writer is not None and not math.isnan(value):
                     self.writer.add_scalar(name, value, step)
         except OSError as error:
-            print(f"warning: {path} has no step {step} ({error.strerror}); the run goes on.", file=sys.stderr)
+            print(f"warning: TensorBoard is off from step {step} on ({error.strerror}).", file=sys.stderr)
             self.writer = None  # its thread died of the error, and the next one would
-            with contextlib.suppress(OSError):
-                os.truncate(path, size)  # half a row would spoil the next one
 
     def line(self, text: str, final: bool = False) -> None:
         """Redraw the live line on a terminal; elsewhere print one every ten seconds."""
@@ -939,7 +946,8 @@ class Interrupt:
             raise KeyboardInterrupt
         self.signum = signum
         if os.environ.get("RANK", "0") == "0":  # not print: the signal may have come in the middle of one
-            os.write(2, b"\nstopping after this update; once more to stop at once\n")
+            with contextlib.suppress(OSError):  # nobody may be listening any more
+                os.write(2, b"\nstopping after this update; once more to stop at once\n")
 
     def restore(self) -> None:
         for signum, handler in self.previous.items():
@@ -1088,17 +1096,43 @@ def lock_folder(logdir: Path) -> int:
     return descriptor
 
 
+def run_folder(args: Args) -> Path:
+    """--logdir, or a new folder with the time in its name."""
+    if args.logdir:
+        Path(args.logdir).mkdir(parents=True, exist_ok=True)
+        return Path(args.logdir)
+    while True:
+        now = time.strftime("%Y%m%d-%H%M%S")
+        logdir = Path(f"runs/{args.env_id.replace('/', '_')}__{SCRIPT}__{args.seed}__{now}")
+        with contextlib.suppress(FileExistsError):  # another run has begun this second
+            logdir.mkdir(parents=True)
+            return logdir
+        time.sleep(0.1)
+
+
 def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, int]:
     """The run folder, with config.json written, the checkpoint to continue from, if --resume, and the folder's lock.
     Raises UsageError if the folder holds another run, or the arguments would make the resumed run another one."""
-    logdir = Path(args.logdir or "")
-    while args.logdir is None and (logdir == Path() or logdir.exists()):  # another run may have begun this second
-        now = time.strftime("%Y%m%d-%H%M%S")
-        logdir = Path(f"runs/{args.env_id.replace('/', '_')}__{SCRIPT}__{args.seed}__{now}")
-        time.sleep(0.1 * logdir.exists())
-    # Locked before its checkpoint is read: whoever else is in it may be about to write a newer one.
-    lock = lock_folder(logdir) if args.resume and logdir.is_dir() else None
-    checkpoint = load_latest(logdir, args.device) if args.resume else None
+    if args.resume and not Path(args.logdir or "").is_dir():
+        raise UsageError(f"There is no run folder {args.logdir} to continue.")
+    try:
+        logdir = run_folder(args)
+        lock = lock_folder(logdir)
+    except OSError as error:
+        raise UsageError(f"The run folder {args.logdir} cannot be written: {error.strerror}.") from None
+    try:
+        # Read only now: whoever else was in the folder may have written a newer one.
+        checkpoint = load_latest(logdir, args.device) if args.resume else None
+        check_continuation(args, logdir, checkpoint)
+        write_config(args, logdir)
+    except BaseException:
+        os.close(lock)
+        raise
+    return logdir, checkpoint, lock
+
+
+def check_continuation(args: Args, logdir: Path, checkpoint: dict[str, Any] | None) -> None:
+    """Raise UsageError if the folder holds another run, or the arguments would make the resumed run another one."""
     if checkpoint is None and (logdir / "latest.pt").exists():
         raise UsageError(f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
     for name, saved in (checkpoint or {"args": {}})["args"].items():
@@ -1112,19 +1146,20 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, int]:
             raise UsageError(
                 f"--total-timesteps {args.total_timesteps}: {logdir} has done {done * args.batch_size} already."
             )
+
+
+def write_config(args: Args, logdir: Path) -> None:
+    """Write config.json: arguments, versions, commit and command line."""
     commit = ""
     if shutil.which("git"):
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
+    config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
     try:
-        logdir.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(logdir) if lock is None else lock
-        versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
-        config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
         (logdir / "config.json").write_text(json.dumps(config, indent=1))
     except OSError as error:
         raise UsageError(f"The run folder {logdir} cannot be written: {error.strerror}.") from None
-    return logdir, checkpoint, lock
 
 
 def keep_freed_memory() -> None:
@@ -1151,16 +1186,16 @@ def train(args: Args) -> dict[str, Any]:
 
     ranks = Ranks(args)
     logdir, checkpoint, lock = ranks.run_once(open_run, args)
-    vec_env, interrupt = make_envs(ranks.share(args)), Interrupt()
-    try:
-        with contextlib.redirect_stdout(sys.stdout if ranks.rank == 0 else None):  # rank 0 speaks for all
-            return learn(args, ranks, logdir, checkpoint, vec_env, interrupt)
-    finally:
-        interrupt.restore()
-        vec_env.close()
-        ranks.close()
+    with contextlib.ExitStack() as stack:
         if ranks.rank == 0:
-            os.close(lock)
+            stack.callback(os.close, lock)
+        stack.callback(ranks.close)
+        vec_env: Any = stack.enter_context(contextlib.closing(make_envs(ranks.share(args))))
+        interrupt = Interrupt()
+        stack.callback(interrupt.restore)
+        # rank 0 speaks for all
+        stack.enter_context(contextlib.redirect_stdout(sys.stdout if ranks.rank == 0 else None))
+        return learn(args, ranks, logdir, checkpoint, vec_env, interrupt)
 
 
 def learn(
@@ -1551,8 +1586,8 @@ class CurvesArgs:
 def curves(curves_args: CurvesArgs) -> None:
     """Draw curves.png of a run, finished or under way."""
     logdir = Path(curves_args.logdir)
-    if not (logdir / "progress.csv").is_file():
-        raise UsageError(f"{logdir} has no progress.csv: name the folder of a run.")
+    if not (logdir / "progress.csv").is_file() or not read_csv(logdir / "progress.csv"):
+        raise UsageError(f"{logdir} has no progress.csv with an update in it.")
     plot_curves(logdir)
     print(logdir / "curves.png")
 
@@ -1605,7 +1640,7 @@ def parse_args(argv: list[str]) -> Args:
 
 def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code: 0, 1 after numbers that are not finite or a file that cannot be
-    read or written, 2 for a wrong argument, 128 + n after signal n."""
+    read or written, 2 for a wrong argument, 128 + n after signal n (130 after a second one)."""
     try:
         if argv[:1] == ["play"]:
             play(tyro.cli(PlayArgs, prog=f"{SCRIPT}.py play", args=argv[1:], description=play.__doc__))

@@ -58,7 +58,16 @@ from torch.utils.tensorboard import SummaryWriter
 
 from envs.cage2 import ACTION_NAMES, DECOYS, EXPLOITS, HOSTS, Cage2Env, Cage2VecEnv
 from envs.cage2.scenario import DECOY_CHECKS, DECOY_FITS, LISTENING
-from envs.cage2.workflow import ORDERS, RANKS, UNIT_TYPES, WorkflowEnv, fix_metrics, is_compliant, parse_workflow
+from envs.cage2.workflow import (
+    ORDERS,
+    RANKS,
+    UNIT_TYPES,
+    VERDICTS,
+    WorkflowEnv,
+    fix_metrics,
+    is_compliant,
+    parse_workflow,
+)
 from envs.subproc_vec_env import SubprocVecEnv
 
 SCRIPT = Path(__file__).stem
@@ -925,7 +934,8 @@ class Logger:
     """Scalars of a run to CSV files and TensorBoard, and a live line to the terminal.
 
     Resumed at `step`, it drops what was logged after the checkpoint: the files look as if nothing had happened. A disk
-    that refuses costs a few rows, with a warning, and not the run. A silent logger writes nothing.
+    that refuses costs a few rows, or TensorBoard's part, with a warning, and not the run. A silent logger writes
+    nothing.
     """
 
     def __init__(self, logdir: Path, step: int = 0, silent: bool = False) -> None:
@@ -949,19 +959,25 @@ class Logger:
         path = self.logdir / file
         size = path.stat().st_size if path.exists() else 0
         try:
-            with open(path, "a", newline="") as stream:
+            with open(path, "a+", newline="") as stream:
+                stream.seek(0)  # a run begun by an older version of the script keeps its columns
+                names = stream.readline().rstrip("\n").split(",")[1:]
                 writer = csv.writer(stream, lineterminator="\n")
-                if size == 0:
-                    writer.writerow(["global_step", *metrics])
-                writer.writerow([step, *metrics.values()])
+                if not names:
+                    names = [*metrics]
+                    writer.writerow(["global_step", *names])
+                writer.writerow([step, *(metrics.get(name, math.nan) for name in names)])
+        except OSError as error:
+            print(f"warning: {path} has no step {step} ({error.strerror}); the run goes on.", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)  # half a row would spoil the next one
+        try:
             for name, value in metrics.items():
                 if self.writer is not None and not math.isnan(value):
                     self.writer.add_scalar(name, value, step)
         except OSError as error:
-            print(f"warning: {path} has no step {step} ({error.strerror}); the run goes on.", file=sys.stderr)
+            print(f"warning: TensorBoard is off from step {step} on ({error.strerror}).", file=sys.stderr)
             self.writer = None  # its thread died of the error, and the next one would
-            with contextlib.suppress(OSError):
-                os.truncate(path, size)  # half a row would spoil the next one
 
     def line(self, text: str, final: bool = False) -> None:
         """Redraw the live line on a terminal; elsewhere print one every ten seconds."""
@@ -1052,7 +1068,8 @@ class Interrupt:
             raise KeyboardInterrupt
         self.signum = signum
         if os.environ.get("RANK", "0") == "0":  # not print: the signal may have come in the middle of one
-            os.write(2, b"\nstopping after this update; once more to stop at once\n")
+            with contextlib.suppress(OSError):  # nobody may be listening any more
+                os.write(2, b"\nstopping after this update; once more to stop at once\n")
 
     def restore(self) -> None:
         for signum, handler in self.previous.items():
@@ -1201,17 +1218,43 @@ def lock_folder(logdir: Path) -> int:
     return descriptor
 
 
+def run_folder(args: Args) -> Path:
+    """--logdir, or a new folder with the time in its name."""
+    if args.logdir:
+        Path(args.logdir).mkdir(parents=True, exist_ok=True)
+        return Path(args.logdir)
+    while True:
+        now = time.strftime("%Y%m%d-%H%M%S")
+        logdir = Path(f"runs/{args.env_id.replace('/', '_')}__{SCRIPT}__{args.seed}__{now}")
+        with contextlib.suppress(FileExistsError):  # another run has begun this second
+            logdir.mkdir(parents=True)
+            return logdir
+        time.sleep(0.1)
+
+
 def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, int]:
     """The run folder, with config.json written, the checkpoint to continue from, if --resume, and the folder's lock.
     Raises UsageError if the folder holds another run, or the arguments would make the resumed run another one."""
-    logdir = Path(args.logdir or "")
-    while args.logdir is None and (logdir == Path() or logdir.exists()):  # another run may have begun this second
-        now = time.strftime("%Y%m%d-%H%M%S")
-        logdir = Path(f"runs/{args.env_id.replace('/', '_')}__{SCRIPT}__{args.seed}__{now}")
-        time.sleep(0.1 * logdir.exists())
-    # Locked before its checkpoint is read: whoever else is in it may be about to write a newer one.
-    lock = lock_folder(logdir) if args.resume and logdir.is_dir() else None
-    checkpoint = load_latest(logdir, args.device) if args.resume else None
+    if args.resume and not Path(args.logdir or "").is_dir():
+        raise UsageError(f"There is no run folder {args.logdir} to continue.")
+    try:
+        logdir = run_folder(args)
+        lock = lock_folder(logdir)
+    except OSError as error:
+        raise UsageError(f"The run folder {args.logdir} cannot be written: {error.strerror}.") from None
+    try:
+        # Read only now: whoever else was in the folder may have written a newer one.
+        checkpoint = load_latest(logdir, args.device) if args.resume else None
+        check_continuation(args, logdir, checkpoint)
+        write_config(args, logdir)
+    except BaseException:
+        os.close(lock)
+        raise
+    return logdir, checkpoint, lock
+
+
+def check_continuation(args: Args, logdir: Path, checkpoint: dict[str, Any] | None) -> None:
+    """Raise UsageError if the folder holds another run, or the arguments would make the resumed run another one."""
     if checkpoint is None and (logdir / "latest.pt").exists():
         raise UsageError(f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
     for name, saved in (checkpoint or {"args": {}})["args"].items():
@@ -1225,19 +1268,20 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, int]:
             raise UsageError(
                 f"--total-timesteps {args.total_timesteps}: {logdir} has done {done * args.batch_size} already."
             )
+
+
+def write_config(args: Args, logdir: Path) -> None:
+    """Write config.json: arguments, versions, commit and command line."""
     commit = ""
     if shutil.which("git"):
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
+    config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
     try:
-        logdir.mkdir(parents=True, exist_ok=True)
-        lock = lock_folder(logdir) if lock is None else lock
-        versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
-        config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
         (logdir / "config.json").write_text(json.dumps(config, indent=1))
     except OSError as error:
         raise UsageError(f"The run folder {logdir} cannot be written: {error.strerror}.") from None
-    return logdir, checkpoint, lock
 
 
 def train(args: Args) -> dict[str, Any]:
@@ -1249,16 +1293,16 @@ def train(args: Args) -> dict[str, Any]:
     validate(args)
     ranks = Ranks(args)
     logdir, checkpoint, lock = ranks.run_once(open_run, args)
-    vec_env, interrupt = make_envs(ranks.share(args), args.vec_env), Interrupt()
-    try:
-        with contextlib.redirect_stdout(sys.stdout if ranks.rank == 0 else None):  # rank 0 speaks for all
-            return learn(args, ranks, logdir, checkpoint, vec_env, interrupt)
-    finally:
-        interrupt.restore()
-        vec_env.close()
-        ranks.close()
+    with contextlib.ExitStack() as stack:
         if ranks.rank == 0:
-            os.close(lock)
+            stack.callback(os.close, lock)
+        stack.callback(ranks.close)
+        vec_env: Any = stack.enter_context(contextlib.closing(make_envs(ranks.share(args), args.vec_env)))
+        interrupt = Interrupt()
+        stack.callback(interrupt.restore)
+        # rank 0 speaks for all
+        stack.enter_context(contextlib.redirect_stdout(sys.stdout if ranks.rank == 0 else None))
+        return learn(args, ranks, logdir, checkpoint, vec_env, interrupt)
 
 
 def learn(
@@ -1479,7 +1523,7 @@ def learn(
             "counters/minibatch_updates": counters.minibatch_updates,
         }
         if args.workflow:
-            metrics_of_fixes = fix_metrics(np.array(fixes).reshape(len(fixes), -1))
+            metrics_of_fixes = fix_metrics(np.array(fixes).reshape(-1, len(VERDICTS)))
             record |= {f"rollout/{name}": value for name, value in metrics_of_fixes.items()}
         logger.write("progress.csv", counters.global_step, record)
         sps, env_share, update_share = (
@@ -1725,7 +1769,7 @@ def search(args: SearchArgs) -> int | None:
     validate_search(args)
     base = Args(red_agent=args.red_agent or "meander", version=args.version or "leaderboard", workflow="any")
     if args.shared is not None:
-        base = replace(known_args(load_checkpoint(Path(args.shared))["args"]), track=False)
+        base = replace(known_args(load_checkpoint(Path(args.shared))["args"]), track=False, init_from=None)
         if base.workflow != "any":
             raise UsageError(f"--shared {args.shared} was not trained with --workflow any, but {base.workflow}.")
     if args.update_every_steps > args.train_episodes_per_env * base.max_steps:
@@ -1737,24 +1781,27 @@ def search(args: SearchArgs) -> int | None:
         raise UsageError(f"--shared-timesteps {args.shared_timesteps} is less than one batch, {base.batch_size}.")
     validate(order_args(args, base, 0))
     default = f"runs/search__{base.red_agent}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    logdir, history = Path(args.logdir or default), []
+    logdir = Path(args.logdir or default)
     if args.resume:
-        saved = saved_search(logdir)
-        history = saved["history"]
-        for name in {*saved["args"]} - {"n_workflows", "logdir", "resume"}:
-            if getattr(args, name) != saved["args"][name]:
-                values = f"from {saved['args'][name]} to {getattr(args, name)}"
-                raise UsageError(f"search --resume cannot change {flag(name)} {values}.")
-    elif (logdir / "history.json").exists():
-        raise UsageError(f"{logdir} already holds a search: continue it with --resume, or choose another --logdir.")
-    baseline = judge_baseline(args, base) if args.baseline is not None else None
+        saved_search(logdir)  # before a folder is made for a search that does not exist
     logdir.mkdir(parents=True, exist_ok=True)
-    lock, interrupt = lock_folder(logdir), Interrupt()
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(os.close, lock_folder(logdir))
+        history, baseline = [], None
+        if args.resume:
+            saved = saved_search(logdir)
+            history, baseline = saved["history"], saved["baseline"]
+            for name in {*saved["args"]} - {"n_workflows", "logdir", "resume", "baseline"}:
+                if getattr(args, name) != saved["args"][name]:
+                    values = f"from {saved['args'][name]} to {getattr(args, name)}"
+                    raise UsageError(f"search --resume cannot change {flag(name)} {values}.")
+        elif (logdir / "history.json").exists():
+            raise UsageError(f"{logdir} already holds a search: continue it with --resume, or choose another --logdir.")
+        if args.baseline is not None and baseline is None:
+            baseline = judge_baseline(args, base)
+        interrupt = Interrupt()
+        stack.callback(interrupt.restore)
         return explore(args, base, logdir, history, baseline, interrupt)
-    finally:
-        interrupt.restore()
-        os.close(lock)
 
 
 def saved_search(logdir: Path) -> dict[str, Any]:
@@ -1764,7 +1811,7 @@ def saved_search(logdir: Path) -> dict[str, Any]:
         raise UsageError(f"--resume needs --logdir, the folder of a search to continue; {file} does not exist.")
     try:
         saved = json.loads(file.read_text())
-        return {"args": saved["args"], "history": saved["history"]}
+        return {"args": saved["args"], "baseline": saved.get("baseline"), "history": saved["history"]}
     except (json.JSONDecodeError, KeyError) as error:
         raise UsageError(f"{file} is damaged ({error!r:.99}).") from None
 
@@ -2061,8 +2108,8 @@ class CurvesArgs:
 def curves(curves_args: CurvesArgs) -> None:
     """Draw curves.png of a run, finished or under way."""
     logdir = Path(curves_args.logdir)
-    if not (logdir / "progress.csv").is_file():
-        raise UsageError(f"{logdir} has no progress.csv: name the folder of a run.")
+    if not (logdir / "progress.csv").is_file() or not read_csv(logdir / "progress.csv"):
+        raise UsageError(f"{logdir} has no progress.csv with an update in it.")
     plot_curves(logdir)
     print(logdir / "curves.png")
 
@@ -2114,7 +2161,7 @@ def parse_args(argv: list[str]) -> Args:
 
 def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code: 0, 1 after numbers that are not finite or a file that cannot be
-    read or written, 2 for a wrong argument, 128 + n after signal n."""
+    read or written, 2 for a wrong argument, 128 + n after signal n (130 after a second one)."""
     try:
         if argv[:1] == ["play"]:
             play(tyro.cli(PlayArgs, prog=f"{SCRIPT}.py play", args=argv[1:], description=play.__doc__))

@@ -17,6 +17,7 @@ from typing import Any
 
 import matplotlib.figure
 
+import ppo_cage2_parallel as script
 from benchmarks.common import QUICK_RESULTS, RESULTS, ROOT, machine_info, machine_line, markdown_table, write_results
 
 CELLS = [f"{red}_{horizon}" for horizon in (30, 50, 100) for red in ("b_line", "meander", "sleep")]
@@ -30,9 +31,6 @@ PUBLISHED = {  # rules, the cells in the order of CELLS, score
 
 def measure(logdir: Path, episodes: int) -> dict[str, Any]:
     """A run's arguments, its curve and time, and its best checkpoint's score over fresh episodes."""
-    sys.path.insert(0, str(ROOT))
-    import ppo_cage2_parallel as script
-
     checkpoint = script.load_checkpoint(logdir / "best.pt")
     args = replace(script.known_args(checkpoint["args"]), eval_episodes=episodes)
     agent = script.Agent(script.make_envs(replace(args, num_envs=1)), args)
@@ -82,7 +80,7 @@ def main() -> None:
     for logdir in options.logdirs:
         try:
             run = measure(logdir, options.episodes)
-        except ValueError as error:  # the script's UsageError: no such checkpoint
+        except script.UsageError as error:  # no such checkpoint
             parser.error(str(error))
         runs[f"{run['args']['version']}, seed {run['args']['seed']}"] = run
     rows = []

@@ -759,7 +759,21 @@ def test_a_search_reports_the_policy_without_a_workflow_beside_the_orders(
     assert f"Without a workflow: return {expected['mean_return']:.2f} +- " in capsys.readouterr().out
     with pytest.raises(cage2.UsageError, match="was trained with --workflow any; name a run without one"):
         cage2.search(search_args(cage2, tmp_path / "t", shared, baseline=str(shared)))
-    assert not (tmp_path / "t").exists()
+    assert not (tmp_path / "t" / "history.json").exists()  # nothing is in the way of a second try
+
+
+def test_a_rollout_in_which_no_episode_ends_has_no_compliance(cage2: ModuleType, tmp_path: Path) -> None:
+    cage2.train(tiny_args(cage2, tmp_path / "run", workflow="any", max_steps=100, num_steps=20, total_timesteps=160))
+    assert np.isnan(cage2.read_csv(tmp_path / "run" / "progress.csv")["rollout/compliance"]).all()
+
+
+def test_a_search_does_not_ask_for_what_its_shared_policy_was_made_from(
+    cage2: ModuleType, shared: Path, tmp_path: Path
+) -> None:
+    state = cage2.load_checkpoint(shared)
+    state["args"]["init_from"] = "/nowhere/gone.pt"
+    cage2.save_checkpoint(tmp_path / "moved.pt", state)
+    assert cage2.search(search_args(cage2, tmp_path / "s", tmp_path / "moved.pt", n_workflows=1)) is None
 
 
 def test_policies_start_from_the_nearest_or_the_last_order(

@@ -320,6 +320,19 @@ def test_a_folder_in_use_is_refused_until_its_process_is_gone(
     os.close(script.open_run(args)[2])
 
 
+def test_a_refused_resume_lets_go_of_the_folder(continuous: ModuleType, run_tiny: Run, tmp_path: Path) -> None:
+    """Else nobody could continue it as long as the refused process, a notebook say, lives."""
+    run_tiny(logdir=tmp_path / "run", vec_env="sync")
+    args = tiny_args(continuous, tmp_path / "run", vec_env="sync", resume=True, gamma=0.5)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(continuous.UsageError, match="cannot change --gamma"):
+        continuous.train(args)
+    assert len(os.listdir("/proc/self/fd")) == before
+    again = dataclasses.replace(args, gamma=0.99)
+    pid = fork(lambda: os.close(continuous.open_run(again)[2]), tmp_path / "output.txt")
+    assert wait(pid) == 0, (tmp_path / "output.txt").read_text()
+
+
 def test_two_runs_begun_in_the_same_second_have_folders_of_their_own(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -399,6 +412,40 @@ def test_a_second_ctrl_c_ends_without_a_trace(
     monkeypatch.setattr(script, "train", interrupted)
     assert script.main([]) == 130
     assert capfd.readouterr().err.strip() == "stopping after this update; once more to stop at once"
+
+
+def test_a_signal_when_nobody_listens_is_only_a_request(script: ModuleType, tmp_path: Path) -> None:
+    """Standard error may be a pipe whose reader the same Ctrl-C has ended."""
+
+    def work() -> int:
+        reader, writer = os.pipe()
+        os.close(reader)
+        os.dup2(writer, 2)
+        signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+        interrupt = script.Interrupt()
+        os.kill(os.getpid(), signal.SIGINT)
+        return 7 if interrupt.signum == signal.SIGINT else 1
+
+    assert wait(fork(work, tmp_path / "output.txt")) == 7
+
+
+def test_a_log_of_an_older_version_keeps_its_columns(script: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "progress.csv").write_text("global_step,a,gone,b\n64,1,2,3\n")
+    logger = script.Logger(tmp_path, step=64)
+    logger.write("progress.csv", 128, {"new": 9.0, "b": 6.0, "a": 4.0})
+    logger.writer.close()
+    assert (tmp_path / "progress.csv").read_text() == "global_step,a,gone,b\n64,1,2,3\n128,4.0,nan,6.0\n"
+
+
+def test_a_row_that_is_lost_does_not_cost_tensorboard(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    logger = script.Logger(tmp_path)
+    (tmp_path / "progress.csv").mkdir()
+    logger.write("progress.csv", 64, {"a": 1.0})
+    assert "progress.csv has no step 64" in capsys.readouterr().err
+    assert logger.writer is not None
+    logger.writer.close()
 
 
 @pytest.mark.parametrize(
