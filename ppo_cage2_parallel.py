@@ -1655,9 +1655,6 @@ PAIR_SIGNS = np.sign(RANKS[:, PAIRS[:, 0]] - RANKS[:, PAIRS[:, 1]])  # (120, 10)
 DISCORDANT = (len(PAIRS) - PAIR_SIGNS @ PAIR_SIGNS.T) // 2
 
 
-JUDGING_SEED = 1_000_000  # of the episodes by which orders are judged
-
-
 def mallows_kernel(scale: float) -> np.ndarray:
     """exp(-scale * DISCORDANT), (120, 120) (Jiao & Vert 2015). Positive definite: it is a Gaussian kernel on
     PAIR_SIGNS, whose squared distances are 4 times the number of discordant pairs."""
@@ -1728,6 +1725,13 @@ def order_args(args: SearchArgs, base: Args, order: int) -> Args:
     )  # fmt: skip
 
 
+def judge(run: Args, path: Path) -> dict[str, Any]:
+    """`evaluate` of a checkpoint's policy, on episodes that are the same for all and that no training has seen."""
+    agent = Agent(make_envs(run), run)
+    load_policy(agent, path)
+    return evaluate(agent, run, seed=1_000_000)
+
+
 def try_order(args: SearchArgs, base: Args, order: int, start: Path | None, logdir: Path) -> dict[str, Any]:
     """Train a policy for an order, from the weights at `start`, and judge it on episodes that its training has not
     seen; returns its record for the history, with the "signal" that cut the training short."""
@@ -1735,10 +1739,7 @@ def try_order(args: SearchArgs, base: Args, order: int, start: Path | None, logd
     run = replace(order_args(args, base, order), logdir=str(logdir), resume=resume, init_from=init_from)
     with open(logdir.parent / "training.log", "a") as log, contextlib.redirect_stdout(log):
         result = train(run)
-    run = replace(run, num_envs=1, eval_episodes=args.eval_episodes)
-    agent = Agent(make_envs(run), run)
-    load_policy(agent, logdir / "latest.pt")
-    evaluation = evaluate(agent, run, seed=JUDGING_SEED)
+    evaluation = judge(replace(run, num_envs=1, eval_episodes=args.eval_episodes), logdir / "latest.pt")
     names = ("mean_return", "standard_error", "compliance", "compliance_micro", "strict_compliance", "needless_fixes")
     return {"workflow": run.workflow, **{name: evaluation[name] for name in names}, "compliant": result["compliant"],
             "steps": result["global_step"], "seconds": result["seconds"], "checkpoint": str(logdir / "latest.pt"),
@@ -1754,9 +1755,7 @@ def judge_baseline(args: SearchArgs, base: Args) -> dict[str, Any]:
         raise UsageError(f"--baseline {path} was trained with --workflow {trained.workflow}; name a run without one.")
     run = replace(trained, red_agent=base.red_agent, version=base.version, max_steps=base.max_steps, num_envs=1,
                   eval_episodes=args.eval_episodes, device="cpu")  # fmt: skip
-    agent = Agent(make_envs(run), run)
-    load_policy(agent, path)
-    evaluation = evaluate(agent, run, seed=JUDGING_SEED)
+    evaluation = judge(run, path)
     return {name: evaluation[name] for name in ("mean_return", "standard_error")}
 
 

@@ -117,8 +117,9 @@ def main() -> None:
     info = machine_info(["torch", "gymnasium", "numpy"])
     page += markdown_table(header, rows) + "\n"
     data = {"machine": info, "backlog": bounds, "variants": finished}
-    write_results("continuing", data, page + machine_line(info), QUICK_RESULTS if options.quick else RESULTS)
-    print(json.dumps({"results": str((QUICK_RESULTS if options.quick else RESULTS) / "continuing.md")}))
+    results = QUICK_RESULTS if options.quick else RESULTS
+    write_results("continuing", data, page + machine_line(info), results)
+    print(json.dumps({"results": str(results / "continuing.md")}))
 
 
 if __name__ == "__main__":
