@@ -56,6 +56,7 @@ SHORT_ROLLOUTS = ["--num-steps", "64", "--num-minibatches", "8", *NO_GROWTH]
 VARIANTS: dict[str, list[str]] = {
     "default": [],
     "million": ["--total-timesteps", "1000000"],
+    "long": ["--total-timesteps", "2500000"],
     "no_growth": NO_GROWTH,
     "short_rollouts": [*SHORT_ROLLOUTS, "--total-timesteps", "1000000"],
     "constant_entropy": [*SHORT_ROLLOUTS, "--no-anneal-ent", "--total-timesteps", "1200000"],
