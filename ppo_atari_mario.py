@@ -1508,6 +1508,8 @@ class PlayArgs:
     """sample the actions instead of taking the policy's mode"""
     seed: int = 0
     """seed of the first episode; episode i gets seed + i"""
+    env_id: str | None = None
+    """stage to play, as Mario-2-1; default: the run's own"""
     max_episode_steps: int | None = None
     """time limit of an episode in steps; default: the run's own"""
     quiet: bool = False
@@ -1547,8 +1549,9 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     checkpoint, logdir = load_checkpoint(path), Path(play_args.logdir or path.parent)
     args = replace(known_args(checkpoint["args"]), eval_episodes=1, num_envs=1, num_minibatches=1, minibatch_growth=1,
                    norm_adv=False, track=False, device="cpu")  # fmt: skip
-    if play_args.max_episode_steps is not None:
-        args = replace(args, max_episode_steps=play_args.max_episode_steps)
+    for name in ("env_id", "max_episode_steps"):
+        if getattr(play_args, name) is not None:
+            args = replace(args, **{name: getattr(play_args, name)})
     validate(args)
     vec_env = make_envs(args)
     agent = Agent(vec_env, args)

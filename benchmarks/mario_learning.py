@@ -9,8 +9,8 @@
 
 Runs follow one another, each on all cores; with `--jobs 2` two run at a time, each on one core. A run's folder is
 runs/mario/{env_id}-{backend}-{variant}-{seed}. One that was killed is resumed, one that is finished is not repeated.
-Then its last policy plays 100 episodes with the most probable actions and 100 with sampled ones, all with random
-waiting before the start and sticky actions, on seeds that no run uses.
+Then its last policy plays 100 episodes of each of its stages with the most probable actions and 100 with sampled ones,
+all with random waiting before the start and sticky actions, on seeds that no run uses.
 
 results/mario_learning.json keeps curves and evaluations of every run, so run folders may be deleted. The first seed's
 last evaluation, five episodes side by side, becomes results/mario_{stages}.gif.
@@ -72,6 +72,11 @@ def command(env_id: str, backend: str, variant: str) -> list[str]:
     return ["ppo_atari_mario.py", "--env-id", env_id, "--backend", backend, *VARIANTS[variant]]
 
 
+def stages_of(env_id: str) -> list[str]:
+    """The single stages of Mario-1-1,2-1; Mario-random and Mario-full are one."""
+    return [f"Mario-{stage}" for stage in env_id.removeprefix("Mario-").split(",")]
+
+
 def evaluate(logdir: Path) -> None:
     """Write evaluation.json of the run's last policy, with the weights of red, green and blue in its grey pictures."""
     checkpoint = mario.load_checkpoint(logdir / "latest.pt")
@@ -83,8 +88,14 @@ def evaluate(logdir: Path) -> None:
     agent.load_state_dict(checkpoint["agent"])
     scores: dict[str, Any] = {"cpu": cpu_model(), "grey": GRAY[:3]}
     for mode, deterministic in (("deterministic", True), ("sampled", False)):
-        result = mario.evaluate(agent, args, deterministic, EVALUATION_SEED)
-        scores[mode] = {name: result[name] for name in ("success_rate", "mean_return", "std_return", "mean_length")}
+        stages = {stage: mario.evaluate(agent, replace(args, env_id=stage), deterministic, EVALUATION_SEED)
+                  for stage in stages_of(args.env_id)}  # fmt: skip
+        successes, returns, lengths = (
+            np.concatenate([result[name] for result in stages.values()]) for name in ("successes", "returns", "lengths")
+        )
+        scores[mode] = {"success_rate": float(successes.mean()), "mean_return": float(returns.mean()),
+                        "std_return": float(returns.std()), "mean_length": float(lengths.mean()),
+                        "stages": {stage: result["success_rate"] for stage, result in stages.items()}}  # fmt: skip
     (logdir / "evaluation.json").write_text(json.dumps(scores))
 
 
@@ -111,6 +122,13 @@ def words_of(grey: Sequence[float]) -> str:
     """The weights of a grey, and whether they are the usual ones."""
     weights = f"({', '.join(f'{weight:g}' for weight in grey)})"
     return f"luma {weights}" if tuple(grey) == LUMA else weights
+
+
+def success_rates(scores: dict[str, Any]) -> str:
+    """The share of successful episodes, and of several stages that of each."""
+    stages = scores.get("stages", {})
+    parts = ", ".join(f"{stage.removeprefix('Mario-')} {rate:.0%}" for stage, rate in stages.items())
+    return f"{scores['success_rate']:.0%}" + (f": {parts}" if len(stages) > 1 else "")
 
 
 def report(folder: Path = RESULTS) -> None:
@@ -142,13 +160,13 @@ def report(folder: Path = RESULTS) -> None:
                 f"{result['minutes'][-1]:.0f} ({result['num_workers']} workers, {result['torch_threads']} threads)",
                 f"{result['steps'][halfway[0]] / 1e6:.2f} M" if len(halfway) else "never",
                 f"{training[-5:].mean():.0%}",
-                *(f"{final[mode]['success_rate']:.0%} ({final[mode]['mean_return']:.0f} +- "
+                *(f"{success_rates(final[mode])} ({final[mode]['mean_return']:.0f} +- "
                   f"{final[mode]['std_return']:.0f})" for mode in ("deterministic", "sampled")),
                 f"{final['deterministic']['mean_length']:.0f}, {final['sampled']['mean_length']:.0f}",
             ])  # fmt: skip
     header = ["stage", "emulator", "variant", "grey", "seed", "steps", "minutes", "half of training episodes at",
-              "training, last 100,000 steps", f"{EPISODES} episodes, deterministic (return)",
-              f"{EPISODES} episodes, sampled (return)", "decisions an episode"]  # fmt: skip
+              "training, last 100,000 steps", f"{EPISODES} episodes a stage, deterministic (return)",
+              f"{EPISODES} episodes a stage, sampled (return)", "decisions an episode"]  # fmt: skip
     page = (
         "# Super Mario Bros\n\n`python -m benchmarks.mario_learning`. Share of episodes that reach the flag, with "
         "random waiting before the start and sticky actions, in training and evaluation. Minutes are those of "

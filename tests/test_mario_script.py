@@ -298,6 +298,23 @@ def test_play_prints_json_and_writes_gifs(run: Path, tmp_path: Path, capsys: pyt
         assert sum(frame.info["duration"] for frame in PIL.ImageSequence.Iterator(gif)) == 6 * 70
 
 
+def test_play_takes_another_stage(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Same seed, same waiting: only the stage can make the pictures differ."""
+    argv = ["play", "--logdir", str(run), "--checkpoint", "latest", "--episodes", "1", "--save-gif"]
+
+    def picture(*stage: str) -> bytes:
+        folder = tmp_path / "-".join(["gif", *stage])
+        assert mario.main([*argv, "--gif-dir", str(folder), *stage]) == 0
+        (gif,) = folder.glob("run_*/*.gif")
+        return gif.read_bytes()
+
+    own = picture()
+    assert picture("--env-id", "Mario-1-1") == own
+    assert picture("--env-id", "Mario-4-1") != own
+    assert mario.main([*argv, "--env-id", "Mario-9-1"]) == 2
+    assert "9-1" in capsys.readouterr().err
+
+
 def test_a_run_of_short_rollouts_and_small_minibatches_can_be_played(run: Path, tmp_path: Path) -> None:
     checkpoint = torch.load(run / "latest.pt", weights_only=True)
     checkpoint["args"] |= {"num_steps": 15, "num_minibatches": 32, "track": True}
