@@ -1252,9 +1252,10 @@ def learn(
         else:  # what lies between gradient and step cannot be compiled
             gradients_of, optimizer_step = compiled(ppo_gradients), compiled(adam_step)
 
-    # The rollout, time-major: row t holds what happened at step t in each environment. Pictures stay bytes.
-    obs_shape = (num_steps, num_envs, *vec_env.single_observation_space.shape)
-    obs = torch.zeros(obs_shape, dtype=torch.uint8, device=device)
+    # The rollout, time-major: row t holds what happened at step t in each environment. Pictures stay bytes, with the
+    # channels last in memory: convolutions want them so, and each epoch would have to turn them around.
+    channels, height, width = vec_env.single_observation_space.shape
+    obs = torch.zeros((num_steps, num_envs, height, width, channels), dtype=torch.uint8, device=device).movedim(-1, 2)
     actions = torch.zeros((num_steps, num_envs), dtype=torch.int64, device=device)
     log_probs = torch.zeros((num_steps, num_envs), device=device)
     values, rewards = torch.zeros_like(log_probs), torch.zeros_like(log_probs)
