@@ -264,9 +264,9 @@ def check_ranges(args: Args) -> None:
     """Raise UsageError for a value outside its range: what holds for every PPO script."""
     require(args, "at least 1", lambda x: x >= 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches",
             "update_epochs", "eval_episodes", "torch_threads", "num_workers")  # fmt: skip
-    require(args, "positive and finite", lambda x: 0 < x < math.inf, "learning_rate", "clip_coef", "max_grad_norm",
+    require(args, "positive and below 1e38", lambda x: 0 < x < 1e38, "learning_rate", "clip_coef", "max_grad_norm",
             "target_kl")  # fmt: skip
-    require(args, "at least 0 and finite", lambda x: 0 <= x < math.inf, "eval_every", "save_every", "ent_coef",
+    require(args, "at least 0 and below 1e38", lambda x: 0 <= x < 1e38, "eval_every", "save_every", "ent_coef",
             "vf_coef")  # fmt: skip
     require(args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
     require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "gamma", "gae_lambda")
@@ -275,6 +275,8 @@ def check_ranges(args: Args) -> None:
         raise UsageError(f"--total-timesteps {args.total_timesteps} is less than one batch of {batch}.")
     if args.batch_size % args.num_minibatches:
         raise UsageError(f"--num-minibatches {args.num_minibatches} does not divide the batch of {batch}.")
+    if args.norm_adv_scope != "minibatch" and not args.norm_adv:
+        raise UsageError(f"--norm-adv-scope {args.norm_adv_scope} needs --norm-adv.")
     values = {"minibatch": args.minibatch_size, "batch": args.batch_size, "per_env": args.num_steps}
     if args.norm_adv and values[args.norm_adv_scope] < 2:
         raise UsageError(
@@ -680,7 +682,8 @@ def set_random_states(states: dict[str, Any]) -> None:
     np.random.set_state(to_arrays(states["numpy"]))
     torch.set_rng_state(states["torch"].cpu())
     if torch.cuda.is_available() and states["cuda"]:
-        torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"]])
+        # as many as there are: the run may go on with fewer GPUs
+        torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"][: torch.cuda.device_count()]])
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
@@ -751,15 +754,19 @@ def load_weights(agent: Agent, checkpoint: dict[str, Any], path: Path) -> None:
         raise UsageError(f"{path} holds a policy of other inputs, actions or layers ({reason})") from None
 
 
-def load_latest(logdir: Path, device: str) -> dict[str, Any]:
-    """The checkpoint to resume from: latest.pt or, if that is damaged, the one before it."""
+def load_latest(logdir: Path, device: str, repair: bool = False) -> dict[str, Any]:
+    """The checkpoint to resume from: latest.pt or, if that is damaged, the one before it. Whoever holds the folder's
+    lock may `repair` it: the next save would make the damaged one *.prev.pt."""
     try:
         return load_checkpoint(logdir / "latest.pt", device)
     except DamagedError as error:
         if not (logdir / "latest.prev.pt").is_file():
             raise
-        print(f"warning: {error} Falling back to latest.prev.pt.", file=sys.stderr)
-        return load_checkpoint(logdir / "latest.prev.pt", device)
+        checkpoint = load_checkpoint(logdir / "latest.prev.pt", device)
+        if repair:
+            print(f"warning: {error} Falling back to latest.prev.pt.", file=sys.stderr)
+            (logdir / "latest.pt").unlink(missing_ok=True)
+        return checkpoint
 
 
 def update_leaderboard(logdir: Path, args: Args, score: float | list[float], step: int, keep: int = 5) -> None:
@@ -769,10 +776,11 @@ def update_leaderboard(logdir: Path, args: Args, score: float | list[float], ste
     precision, run, the step of best.pt, hash and file. A lock makes concurrent runs take turns; the index is replaced,
     never edited.
     """
+    logdir = logdir.resolve()  # "." has no name
     of_one_run = RESUMABLE - {"total_timesteps"} | {"seed"}  # longer runs compete with their like
     settings = {name: value for name, value in asdict(args).items() if name not in of_one_run}
     config_hash = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    folder = logdir.resolve().parent / "best" / f"{args.env_id.replace('/', '_')}__{config_hash}"
+    folder = logdir.parent / "best" / f"{args.env_id.replace('/', '_')}__{config_hash}"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -856,7 +864,7 @@ def read_csv(path: Path) -> dict[str, np.ndarray]:
     if not path.exists():
         return {}
     with open(path) as file:
-        rows = list(csv.DictReader(file))
+        rows = list(csv.DictReader(line for line in file if line.endswith("\n")))  # a power cut may leave half a row
     return {name: np.array([float(row[name]) for row in rows]) for name in (rows[0] if rows else [])}
 
 
@@ -1073,10 +1081,13 @@ def hint(record: dict[str, float], progress: float, lowest_entropy: float) -> st
 
 def describe(args: Args, logdir: Path, agent: nn.Module, rollout: list[torch.Tensor]) -> str:
     """The sizes that follow from the arguments, to be read before the run."""
+    growth, late = args.minibatch_growth, ""
+    if growth > 1:
+        late = f", after a third of the run {args.num_minibatches // growth} of {args.minibatch_size * growth}"
     return (
         f"{args.env_id}: {args.num_updates} updates of {args.batch_size} transitions ({args.num_envs} environments x "
         f"{args.num_steps} steps), {args.update_epochs} epochs x {args.num_minibatches} minibatches of "
-        f"{args.minibatch_size}\n{sum(p.numel() for p in agent.parameters()):,} weights, rollout of "
+        f"{args.minibatch_size}{late}\n{sum(p.numel() for p in agent.parameters()):,} weights, rollout of "
         f"{sum(x.nbytes for x in rollout) / 2**20:.1f} MiB, device {args.device}, seed {args.seed}, folder {logdir}"
     )
 
@@ -1101,11 +1112,12 @@ def run_folder(args: Args) -> Path:
     if args.logdir:
         Path(args.logdir).mkdir(parents=True, exist_ok=True)
         return Path(args.logdir)
+    Path("runs").mkdir(exist_ok=True)  # here, because an error means something else in the loop
     while True:
         now = time.strftime("%Y%m%d-%H%M%S")
         logdir = Path(f"runs/{args.env_id.replace('/', '_')}__{SCRIPT}__{args.seed}__{now}")
         with contextlib.suppress(FileExistsError):  # another run has begun this second
-            logdir.mkdir(parents=True)
+            logdir.mkdir()
             return logdir
         time.sleep(0.1)
 
@@ -1119,10 +1131,10 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, int]:
         logdir = run_folder(args)
         lock = lock_folder(logdir)
     except OSError as error:
-        raise UsageError(f"The run folder {args.logdir} cannot be written: {error.strerror}.") from None
+        raise UsageError(f"The run folder {args.logdir or 'runs/'} cannot be written: {error.strerror}.") from None
     try:
         # Read only now: whoever else was in the folder may have written a newer one.
-        checkpoint = load_latest(logdir, args.device) if args.resume else None
+        checkpoint = load_latest(logdir, args.device, repair=True) if args.resume else None
         check_continuation(args, logdir, checkpoint)
         write_config(args, logdir)
     except BaseException:
@@ -1263,9 +1275,6 @@ def learn(
     truncations = torch.zeros_like(terminations)
     rollout = [obs, actions, log_probs, values, rewards, terminations, truncations]
     print(describe(args, logdir, agent, rollout), flush=True)
-    if args.minibatch_growth > 1:
-        size = args.minibatch_size * args.minibatch_growth
-        print(f"after a third of the run {late_num_minibatches} minibatches of {size}", flush=True)
 
     counters = Counters()
     episode_returns, episode_lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)  # under way
@@ -1282,12 +1291,12 @@ def learn(
     next_obs = torch.as_tensor(env_obs, device=device)
 
     def save(name: str) -> bool:
-        """Write all that the rest of the run depends on; returns whether this rank did."""
+        """Write all that the rest of the run depends on; returns whether the disk took it."""
         own = {"random": random_states(), "envs": vec_env.get_state(),
                "episodes": [env_obs, episode_returns, episode_lengths]}  # fmt: skip
         state = {"format": FORMAT, "args": asdict(args), "counters": asdict(counters), "agent": agent.state_dict(),
                  "optimizer": moments, "ranks": ranks.gather_objects(own)}  # fmt: skip
-        return ranks.rank == 0 and save_checkpoint(logdir / name, state)
+        return any(ranks.gather_objects(ranks.rank == 0 and save_checkpoint(logdir / name, state)))
 
     if args.track and ranks.rank == 0:
         import wandb
@@ -1331,8 +1340,9 @@ def learn(
             episode_returns += reward
             episode_lengths += 1
             rewards[t] = torch.as_tensor(np.sign(reward) if sign_reward else reward)  # detail 19
-            life_lost = infos.get("life_lost", False) if args.episodic_life else False
-            terminations[t] = torch.as_tensor(terminated | life_lost)  # detail 16
+            # In the step that ends an episode the info belongs to the next one, but for the final one in it.
+            life_lost = infos.get("life_lost", False) | infos.get("final_info", {}).get("life_lost", False)
+            terminations[t] = torch.as_tensor(terminated | (life_lost & args.episodic_life))  # detail 16
             truncations[t] = torch.as_tensor(truncated)
             next_obs = torch.as_tensor(env_obs, device=device)
             for n in np.flatnonzero(terminated | truncated):
@@ -1453,9 +1463,11 @@ def learn(
                 log_video(logger, [frame[::2, ::2] for frame in frames], args.video_fps, counters.global_step)
             ranking = [np.nan_to_num(evaluation["success_rate"]).item(), evaluation["mean_return"]]
             if ranking > [counters.best_success_rate, counters.best_return]:
+                previous = replace(counters)
                 counters.best_success_rate, counters.best_return = ranking
                 counters.best_step = counters.global_step
-                save("best.pt")
+                if not save("best.pt"):  # the next good evaluation tries again
+                    counters = previous
             advice = hint(record, progress, 0.05 * math.log(num_actions)) if args.hints else None
             if advice:
                 logger.line(f"hint: {advice}", final=True)
@@ -1464,7 +1476,7 @@ def learn(
         signum = received_signal()
         if last or signum or crossed(counters.global_step, args.batch_size, args.save_every):
             saved = save("latest.pt")
-            if saved and args.keep_checkpoints:
+            if saved and args.keep_checkpoints and ranks.rank == 0:
                 kept = logdir / f"step_{counters.global_step}.pt"
                 with outlive_disk_errors(kept):
                     shutil.copyfile(logdir / "latest.pt", kept)
@@ -1539,6 +1551,9 @@ def find_checkpoint(logdir: str | None, name: str) -> Path:
 def play(play_args: PlayArgs) -> dict[str, Any]:
     """Play a checkpoint. Prints a line an episode and, as the last line, the summary as JSON that it returns."""
     require(play_args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
+    for name in ("gif_dir", "gif_fps"):
+        if getattr(play_args, name) != getattr(PlayArgs, name) and not play_args.save_gif:
+            raise UsageError(f"{flag(name)} needs --save-gif.")
     require(play_args, "at least 1", lambda x: x >= 1, "episodes", "gif_fps")
     if play_args.render and play_args.save_gif:
         raise UsageError("--render shows the episodes and --save-gif writes them: choose one.")
@@ -1549,7 +1564,7 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     path = find_checkpoint(play_args.logdir, play_args.checkpoint)
     checkpoint, logdir = load_checkpoint(path), Path(play_args.logdir or path.parent)
     args = replace(known_args(checkpoint["args"]), eval_episodes=1, num_envs=1, num_minibatches=1, minibatch_growth=1,
-                   norm_adv=False, track=False, device="cpu")  # fmt: skip
+                   norm_adv=False, norm_adv_scope="minibatch", track=False, device="cpu")  # fmt: skip
     for name in ("env_id", "max_episode_steps"):
         if getattr(play_args, name) is not None:
             args = replace(args, **{name: getattr(play_args, name)})
@@ -1625,7 +1640,7 @@ def parse_args(argv: list[str]) -> Args:
     argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--configs=") else [word])]
     while "--configs" in argv:
         start = argv.index("--configs")
-        stop = next((i for i in range(start + 1, len(argv)) if argv[i].startswith("--")), len(argv))
+        stop = next((i for i in range(start + 1, len(argv)) if argv[i].startswith("-")), len(argv))
         if stop == start + 1:
             raise UsageError(f"--configs needs the name of a preset: {', '.join(PRESETS)}.")
         for name in argv[start + 1 : stop]:
@@ -1638,6 +1653,8 @@ def parse_args(argv: list[str]) -> Args:
     args = tyro.cli(Args, args=argv, default=Args(**values), description=description)
     if args.resume and args.logdir is not None:
         saved = load_latest(Path(args.logdir), "cpu")["args"]
+        # Of the presets named once more the run's own values come first, where a flag may change them.
+        values = {name: value for name, value in values.items() if name not in RESUMABLE}
         args = tyro.cli(Args, args=argv, default=known_args(saved | values))
     return args
 

@@ -250,9 +250,9 @@ def check_ranges(args: Args) -> None:
     """Raise UsageError for a value outside its range: what holds for every PPO script."""
     require(args, "at least 1", lambda x: x >= 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches",
             "update_epochs", "eval_episodes", "torch_threads", "num_workers")  # fmt: skip
-    require(args, "positive and finite", lambda x: 0 < x < math.inf, "learning_rate", "clip_coef", "max_grad_norm",
+    require(args, "positive and below 1e38", lambda x: 0 < x < 1e38, "learning_rate", "clip_coef", "max_grad_norm",
             "target_kl")  # fmt: skip
-    require(args, "at least 0 and finite", lambda x: 0 <= x < math.inf, "eval_every", "save_every", "ent_coef",
+    require(args, "at least 0 and below 1e38", lambda x: 0 <= x < 1e38, "eval_every", "save_every", "ent_coef",
             "vf_coef")  # fmt: skip
     require(args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
     require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "gamma", "gae_lambda")
@@ -261,6 +261,8 @@ def check_ranges(args: Args) -> None:
         raise UsageError(f"--total-timesteps {args.total_timesteps} is less than one batch of {batch}.")
     if args.batch_size % args.num_minibatches:
         raise UsageError(f"--num-minibatches {args.num_minibatches} does not divide the batch of {batch}.")
+    if args.norm_adv_scope != "minibatch" and not args.norm_adv:
+        raise UsageError(f"--norm-adv-scope {args.norm_adv_scope} needs --norm-adv.")
     values = {"minibatch": args.minibatch_size, "batch": args.batch_size, "per_env": args.num_steps}
     if args.norm_adv and values[args.norm_adv_scope] < 2:
         raise UsageError(
@@ -296,12 +298,12 @@ def validate(args: Args) -> None:
         raise UsageError(
             "--gamma 1 makes the value of a game without an end infinite; add --finite-horizon, or lower it."
         )
-    require(args, "at least 1", lambda x: x >= 1, "max_steps")
-    require(args, "positive and finite", lambda x: 0 < x < math.inf, "reward_scale")
+    require(args, "in 1..100000", lambda x: 1 <= x <= 100_000, "max_steps")
+    require(args, "positive and below 1e38", lambda x: 0 < x < 1e38, "reward_scale")
     require(
         args, "positive widths, one or more", lambda sizes: sizes and all(size > 0 for size in sizes), "hidden_sizes"
     )
-    require(args, "at least 0 and finite", lambda x: 0 <= x < math.inf, "alignment", "min_episodes")
+    require(args, "at least 0 and below 1e38", lambda x: 0 <= x < 1e38, "alignment", "min_episodes")
     require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "compliance_threshold")
     if args.workflow not in (None, "any"):
         try:
@@ -718,6 +720,8 @@ def play_episodes(
     ended = np.zeros(vec_env.num_envs, bool)
     noise = torch.zeros(shape, device=device)
     while not ended.any():
+        if vec_env.render_mode is not None:
+            record["frames"].append(vec_env.render()[0])  # type: ignore[index]
         if not deterministic:
             noise = gumbel_noise(shape, device, generator)
         action = agent.get_action(torch.as_tensor(obs, device=device), noise).cpu().numpy()
@@ -729,8 +733,6 @@ def play_episodes(
         described = infos["final_info"] if ended.any() else infos
         if "red_action" in described:
             record["red_action"].append(described["red_action"])
-        if vec_env.render_mode is not None and not ended.any():
-            record["frames"].append(vec_env.render()[0])  # type: ignore[index]
     return {name: np.array(values) for name, values in record.items()}
 
 
@@ -814,7 +816,8 @@ def set_random_states(states: dict[str, Any]) -> None:
     np.random.set_state(to_arrays(states["numpy"]))
     torch.set_rng_state(states["torch"].cpu())
     if torch.cuda.is_available() and states["cuda"]:
-        torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"]])
+        # as many as there are: the run may go on with fewer GPUs
+        torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"][: torch.cuda.device_count()]])
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
@@ -890,15 +893,19 @@ def load_policy(agent: Agent, path: Path) -> None:
     load_weights(agent, load_checkpoint(path), path)
 
 
-def load_latest(logdir: Path, device: str) -> dict[str, Any]:
-    """The checkpoint to resume from: latest.pt or, if that is damaged, the one before it."""
+def load_latest(logdir: Path, device: str, repair: bool = False) -> dict[str, Any]:
+    """The checkpoint to resume from: latest.pt or, if that is damaged, the one before it. Whoever holds the folder's
+    lock may `repair` it: the next save would make the damaged one *.prev.pt."""
     try:
         return load_checkpoint(logdir / "latest.pt", device)
     except DamagedError as error:
         if not (logdir / "latest.prev.pt").is_file():
             raise
-        print(f"warning: {error} Falling back to latest.prev.pt.", file=sys.stderr)
-        return load_checkpoint(logdir / "latest.prev.pt", device)
+        checkpoint = load_checkpoint(logdir / "latest.prev.pt", device)
+        if repair:
+            print(f"warning: {error} Falling back to latest.prev.pt.", file=sys.stderr)
+            (logdir / "latest.pt").unlink(missing_ok=True)
+        return checkpoint
 
 
 def update_leaderboard(logdir: Path, args: Args, score: float | list[float], step: int, keep: int = 5) -> None:
@@ -908,10 +915,11 @@ def update_leaderboard(logdir: Path, args: Args, score: float | list[float], ste
     precision, run, the step of best.pt, hash and file. A lock makes concurrent runs take turns; the index is replaced,
     never edited.
     """
+    logdir = logdir.resolve()  # "." has no name
     of_one_run = RESUMABLE - {"total_timesteps"} | {"seed"}  # longer runs compete with their like
     settings = {name: value for name, value in asdict(args).items() if name not in of_one_run}
     config_hash = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    folder = logdir.resolve().parent / "best" / f"{args.env_id.replace('/', '_')}__{config_hash}"
+    folder = logdir.parent / "best" / f"{args.env_id.replace('/', '_')}__{config_hash}"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -995,7 +1003,7 @@ def read_csv(path: Path) -> dict[str, np.ndarray]:
     if not path.exists():
         return {}
     with open(path) as file:
-        rows = list(csv.DictReader(file))
+        rows = list(csv.DictReader(line for line in file if line.endswith("\n")))  # a power cut may leave half a row
     return {name: np.array([float(row[name]) for row in rows]) for name in (rows[0] if rows else [])}
 
 
@@ -1223,11 +1231,12 @@ def run_folder(args: Args) -> Path:
     if args.logdir:
         Path(args.logdir).mkdir(parents=True, exist_ok=True)
         return Path(args.logdir)
+    Path("runs").mkdir(exist_ok=True)  # here, because an error means something else in the loop
     while True:
         now = time.strftime("%Y%m%d-%H%M%S")
         logdir = Path(f"runs/{args.env_id.replace('/', '_')}__{SCRIPT}__{args.seed}__{now}")
         with contextlib.suppress(FileExistsError):  # another run has begun this second
-            logdir.mkdir(parents=True)
+            logdir.mkdir()
             return logdir
         time.sleep(0.1)
 
@@ -1241,10 +1250,10 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, int]:
         logdir = run_folder(args)
         lock = lock_folder(logdir)
     except OSError as error:
-        raise UsageError(f"The run folder {args.logdir} cannot be written: {error.strerror}.") from None
+        raise UsageError(f"The run folder {args.logdir or 'runs/'} cannot be written: {error.strerror}.") from None
     try:
         # Read only now: whoever else was in the folder may have written a newer one.
-        checkpoint = load_latest(logdir, args.device) if args.resume else None
+        checkpoint = load_latest(logdir, args.device, repair=True) if args.resume else None
         check_continuation(args, logdir, checkpoint)
         write_config(args, logdir)
     except BaseException:
@@ -1381,12 +1390,12 @@ def learn(
     next_obs = torch.as_tensor(env_obs, dtype=torch.float32, device=device)
 
     def save(name: str) -> bool:
-        """Write all that the rest of the run depends on; returns whether this rank did."""
+        """Write all that the rest of the run depends on; returns whether the disk took it."""
         own = {"random": random_states(), "envs": vec_env.get_state(),
                "episodes": [env_obs, episode_returns, episode_lengths]}  # fmt: skip
         state = {"format": FORMAT, "args": asdict(args), "counters": asdict(counters), "agent": agent.state_dict(),
                  "optimizer": moments, "ranks": ranks.gather_objects(own)}  # fmt: skip
-        return ranks.rank == 0 and save_checkpoint(logdir / name, state)
+        return any(ranks.gather_objects(ranks.rank == 0 and save_checkpoint(logdir / name, state)))
 
     if args.track and ranks.rank == 0:
         import wandb
@@ -1556,8 +1565,10 @@ def learn(
             cells = {f"eval/{name}": cell[0] for name, cell in evaluation["cells"].items()}
             logger.write("eval.csv", counters.global_step, scores | cells)
             if evaluation["score"] > counters.best_return:
+                previous = replace(counters)
                 counters.best_return, counters.best_step = evaluation["score"], counters.global_step
-                save("best.pt")
+                if not save("best.pt"):  # the next good evaluation tries again
+                    counters = previous
             if args.capture_video and ranks.rank == 0:
                 one = make_envs(replace(args, num_envs=1), render_mode="rgb_array")
                 frames = list(play_episodes(agent, one)["frames"])
@@ -1586,7 +1597,10 @@ def learn(
             update_leaderboard(logdir, args, counters.best_return, counters.best_step)
         logged = read_csv(logdir / "eval.csv")  # has the last evaluation of a run that was finished before
         evaluation = evaluation or {name.removeprefix("eval/"): column[-1] for name, column in logged.items()}
-        outcome = f"score {evaluation.get('score', math.nan):.2f}, best {counters.best_return:.2f}; run folder"
+        confirmed = ", compliance confirmed" if counters.compliant else ""
+        outcome = (
+            f"score {evaluation.get('score', math.nan):.2f}, best {counters.best_return:.2f}{confirmed}; run folder"
+        )
     logger.line(f"{counters.global_step:,} steps in {counters.seconds:.0f} s, {outcome} {logdir}", final=True)
     return {"logdir": str(logdir), "signal": signum, **asdict(counters),
             "score": evaluation.get("score", math.nan)}  # fmt: skip
@@ -1600,7 +1614,7 @@ class SearchArgs:
     logdir: str | None = None
     """folder of the search; default runs/search__{red agent}__{seed}__{time}"""
     resume: bool = False
-    """continue the search in --logdir with the arguments it was started with; only --n-workflows may change"""
+    """continue the search in --logdir with the arguments it began with; --n-workflows and --baseline may change"""
     seed: int = 1
     """seed of the first orders and of all training"""
     red_agent: Literal["mixed", "b_line", "meander", "sleep"] | None = None
@@ -1703,7 +1717,7 @@ def next_order(args: SearchArgs, history: list[dict[str, Any]]) -> int:
     if len(history) < args.n_start or np.isnan(mean).any():
         drawn = np.random.default_rng(args.seed).permutation(len(ORDERS))
         return next(int(order) for order in drawn if order not in tried)
-    beta = srinivas_beta(len(history)) / 5 if args.gp_beta == "srinivas" else args.gp_beta  # a fifth, as they did
+    beta = srinivas_beta(len(history) + 1) / 5 if args.gp_beta == "srinivas" else args.gp_beta  # a fifth, as they did
     bound = mean + math.sqrt(beta) * std
     bound[tried] = -np.inf
     return int(bound.argmax())
@@ -1719,7 +1733,7 @@ def order_args(args: SearchArgs, base: Args, order: int) -> Args:
     steps = args.n_envs * args.train_episodes_per_env * base.max_steps
     return replace(
         base, workflow=",".join(ORDERS[order]), seed=args.seed, total_timesteps=steps, num_envs=args.n_envs,
-        num_steps=args.update_every_steps, num_minibatches=1, learning_rate=args.learning_rate,
+        num_steps=args.update_every_steps, num_minibatches=1, learning_rate=args.learning_rate, anneal_lr=True,
         eval_every=0, save_every=steps // 4, compliance_threshold=args.compliance_threshold,
         min_episodes=args.min_episodes,
     )  # fmt: skip
@@ -1732,13 +1746,24 @@ def judge(run: Args, path: Path) -> dict[str, Any]:
     return evaluate(agent, run, seed=1_000_000)
 
 
+def train_and_keep(run: Args) -> dict[str, Any]:
+    """`train`, and OSError if the policy it ended with is not on the disk: a search goes on from it, and judges it."""
+    result = train(run)
+    path = Path(result["logdir"], "latest.pt")
+    if load_checkpoint(path)["counters"]["global_step"] != result["global_step"]:
+        raise OSError(errno.ENOSPC, "the last checkpoint was not written; make room, then search --resume", str(path))
+    return result
+
+
 def try_order(args: SearchArgs, base: Args, order: int, start: Path | None, logdir: Path) -> dict[str, Any]:
     """Train a policy for an order, from the weights at `start`, and judge it on episodes that its training has not
     seen; returns its record for the history, with the "signal" that cut the training short."""
     resume, init_from = (logdir / "latest.pt").exists(), None if start is None else str(start)
+    if resume:  # it has its weights; what they began from may have been moved with the search
+        init_from = load_latest(logdir, "cpu")["args"]["init_from"]
     run = replace(order_args(args, base, order), logdir=str(logdir), resume=resume, init_from=init_from)
     with open(logdir.parent / "training.log", "a") as log, contextlib.redirect_stdout(log):
-        result = train(run)
+        result = train_and_keep(run)
     evaluation = judge(replace(run, num_envs=1, eval_episodes=args.eval_episodes), logdir / "latest.pt")
     names = ("mean_return", "standard_error", "compliance", "compliance_micro", "strict_compliance", "needless_fixes")
     return {"workflow": run.workflow, **{name: evaluation[name] for name in names}, "compliant": result["compliant"],
@@ -1753,8 +1778,8 @@ def judge_baseline(args: SearchArgs, base: Args) -> dict[str, Any]:
     trained = known_args(load_checkpoint(path)["args"])
     if trained.workflow is not None:
         raise UsageError(f"--baseline {path} was trained with --workflow {trained.workflow}; name a run without one.")
-    run = replace(trained, red_agent=base.red_agent, version=base.version, max_steps=base.max_steps, num_envs=1,
-                  eval_episodes=args.eval_episodes, device="cpu")  # fmt: skip
+    run = replace(trained, red_agent=base.red_agent, green=base.green, version=base.version, max_steps=base.max_steps,
+                  num_envs=1, eval_episodes=args.eval_episodes, device="cpu")  # fmt: skip
     evaluation = judge(run, path)
     return {name: evaluation[name] for name in ("mean_return", "standard_error")}
 
@@ -1768,9 +1793,14 @@ def search(args: SearchArgs) -> int | None:
     validate_search(args)
     base = Args(red_agent=args.red_agent or "meander", version=args.version or "leaderboard", workflow="any")
     if args.shared is not None:
-        base = replace(known_args(load_checkpoint(Path(args.shared))["args"]), track=False, init_from=None)
+        base = known_args(load_checkpoint(Path(args.shared))["args"])
+        base = replace(base, device="cpu", track=False, init_from=None)
         if base.workflow != "any":
             raise UsageError(f"--shared {args.shared} was not trained with --workflow any, but {base.workflow}.")
+    if args.n_envs * args.update_every_steps < 2:
+        raise UsageError(
+            "--n-envs 1 and --update-every-steps 1 make batches of a single step, whose advantage has no std."
+        )
     if args.update_every_steps > args.train_episodes_per_env * base.max_steps:
         raise UsageError(
             f"--update-every-steps {args.update_every_steps} is more than the steps of --train-episodes-per-env "
@@ -1783,13 +1813,19 @@ def search(args: SearchArgs) -> int | None:
     logdir = Path(args.logdir or default)
     if args.resume:
         saved_search(logdir)  # before a folder is made for a search that does not exist
-    logdir.mkdir(parents=True, exist_ok=True)
+    try:
+        logdir.mkdir(parents=True, exist_ok=True)
+        lock = lock_folder(logdir)
+    except OSError as error:
+        raise UsageError(f"The folder {logdir} cannot be written: {error.strerror}.") from None
     with contextlib.ExitStack() as stack:
-        stack.callback(os.close, lock_folder(logdir))
+        stack.callback(os.close, lock)
         history, baseline = [], None
         if args.resume:
             saved = saved_search(logdir)
-            history, baseline = saved["history"], saved["baseline"]
+            history = saved["history"]
+            if args.baseline == saved["args"].get("baseline"):
+                baseline = saved["baseline"]
             for name in {*saved["args"]} - {"n_workflows", "logdir", "resume", "baseline"}:
                 if getattr(args, name) != saved["args"][name]:
                     values = f"from {saved['args'][name]} to {getattr(args, name)}"
@@ -1810,8 +1846,9 @@ def saved_search(logdir: Path) -> dict[str, Any]:
         raise UsageError(f"--resume needs --logdir, the folder of a search to continue; {file} does not exist.")
     try:
         saved = json.loads(file.read_text())
-        return {"args": saved["args"], "baseline": saved.get("baseline"), "history": saved["history"]}
-    except (json.JSONDecodeError, KeyError) as error:
+        known = {name: value for name, value in saved["args"].items() if name in SearchArgs.__dataclass_fields__}
+        return {"args": known, "baseline": saved.get("baseline"), "history": [*saved["history"]]}
+    except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:  # no JSON, or not of this form
         raise UsageError(f"{file} is damaged ({error!r:.99}).") from None
 
 
@@ -1839,14 +1876,15 @@ def explore(
     if shared is None and args.warm_start == "shared" and not args.fresh_policy_per_order:
         shared = logdir / "shared" / "latest.pt"
         run = replace(shared_args(args, base), logdir=str(shared.parent), resume=shared.exists())
-        interrupt.signum = train(run)["signal"] or interrupt.signum
+        interrupt.signum = train_and_keep(run)["signal"] or interrupt.signum
     while len(history) < args.n_workflows and interrupt.signum is None:
         order, start = next_order(args, history), shared
         if args.fresh_policy_per_order or (args.warm_start != "shared" and not history):
             start = None
         elif args.warm_start != "shared":
             distances = [DISCORDANT[order, parse_workflow(record["workflow"])] for record in history]
-            start = Path(history[int(np.argmin(distances)) if args.warm_start == "nearest" else -1]["checkpoint"])
+            record = history[int(np.argmin(distances)) if args.warm_start == "nearest" else -1]
+            start = logdir / Path(record["checkpoint"]).parent.name / "latest.pt"  # the search may have been moved
         record = try_order(args, base, order, start, logdir / f"{len(history) + 1:03d}_{'-'.join(ORDERS[order])}")
         interrupt.signum = record.pop("signal") or interrupt.signum
         if interrupt.signum is None:
@@ -1863,7 +1901,11 @@ def explore(
     plot_search(args, history, baseline, logdir / "search.png")
     if baseline is not None:
         print(f"\nWithout a workflow: return {baseline['mean_return']:.2f} +- {baseline['standard_error']:.2f}")
-    print("\nThe five best")
+    print(
+        "\nThe five best"
+        if accepted(args, history)
+        else "\nNo order tried was complied with: see --compliance-threshold"
+    )
     for record in sorted(accepted(args, history), key=lambda record: -record["mean_return"])[:5]:
         print(f"{summary_of(record)}, {record['checkpoint']}")
     return None
@@ -1935,10 +1977,15 @@ def validate_search(args: SearchArgs) -> None:
             "shared_timesteps")  # fmt: skip
     require(args, "at least 2, for a standard error", lambda x: x >= 2, "eval_episodes")
     require(args, f"in 1..{len(ORDERS)}", lambda x: 1 <= x <= len(ORDERS), "n_workflows")
-    require(args, "positive and finite", lambda x: 0 < x < math.inf, "learning_rate", "gp_scale")
-    require(args, "at least 0 and finite", lambda x: x == "srinivas" or 0 <= x < math.inf, "gp_beta", "min_episodes",
+    require(args, "positive and below 1e38", lambda x: 0 < x < 1e38, "learning_rate", "gp_scale")
+    require(args, "at least 0 and below 1e38", lambda x: x == "srinivas" or 0 <= x < 1e38, "gp_beta", "min_episodes",
             "seed")  # fmt: skip
     require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "compliance_threshold")
+    if args.min_episodes > args.train_episodes_per_env:
+        raise UsageError(
+            f"--min-episodes {args.min_episodes} is more than --train-episodes-per-env {args.train_episodes_per_env}: "
+            "no compliance would ever be confirmed."
+        )
 
 
 # ==========================================================================================================
@@ -1967,7 +2014,7 @@ class PlayArgs:
     backend: Literal["batch", "subproc", "cyborg"] = "batch"
     """batch, subproc: our simulator; cyborg: the real CybORG, if it is installed"""
     render: bool = False
-    """print every step as text"""
+    """print the game before each step as text"""
     save_gif: bool = False
     """write a GIF of each episode"""
     gif_fps: float = 4
@@ -1993,7 +2040,12 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     """Play a checkpoint. Prints the returns (of the first 20 episodes against each red agent), what Blue and Red did
     and, as the last line, the summary as JSON that it returns."""
     require(play_args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
-    require(play_args, "at least 1", lambda x: x >= 1, "episodes", "gif_fps", "max_steps")
+    for name in ("gif_dir", "gif_fps"):
+        if getattr(play_args, name) != getattr(PlayArgs, name) and not play_args.save_gif:
+            raise UsageError(f"{flag(name)} needs --save-gif.")
+    require(play_args, "at least 1", lambda x: x >= 1, "episodes", "gif_fps")
+    if play_args.render and play_args.save_gif:
+        raise UsageError("--render prints the episodes and --save-gif draws them: choose one.")
     path = find_checkpoint(play_args.logdir, play_args.checkpoint)
     checkpoint, logdir = load_checkpoint(path), Path(play_args.logdir or path.parent)
     args = known_args(checkpoint["args"])
@@ -2060,10 +2112,11 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     print("\n" + "\n".join(f"{name:<12} {mean:>8.2f} +- {error:.2f}" for name, (mean, error) in cells.items()))
     error = stratified_error(np.stack([part.sum(0) for part in rewards.values()]))
     known = {name: [None if math.isnan(x) else x for x in cell] for name, cell in cells.items()}  # JSON has no nan
+    verdicts = fix_metrics(np.array(fixes)) if fixes else {}
     summary = {"mean_return": float(np.mean(everything)), "standard_error": None if math.isnan(error) else error,
                "returns": everything, "cells": known,
                "score": sum(mean for mean, _ in cells.values()),
-               **(fix_metrics(np.array(fixes)) if fixes else {})}  # fmt: skip
+               **{name: None if math.isnan(x) else x for name, x in verdicts.items()}}  # fmt: skip
     print(json.dumps(summary))
     return summary
 
@@ -2141,7 +2194,7 @@ def parse_args(argv: list[str]) -> Args:
     argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--configs=") else [word])]
     while "--configs" in argv:
         start = argv.index("--configs")
-        stop = next((i for i in range(start + 1, len(argv)) if argv[i].startswith("--")), len(argv))
+        stop = next((i for i in range(start + 1, len(argv)) if argv[i].startswith("-")), len(argv))
         if stop == start + 1:
             raise UsageError(f"--configs needs the name of a preset: {', '.join(PRESETS)}.")
         for name in argv[start + 1 : stop]:
@@ -2154,6 +2207,8 @@ def parse_args(argv: list[str]) -> Args:
     args = tyro.cli(Args, args=argv, default=Args(**values), description=description)
     if args.resume and args.logdir is not None:
         saved = load_latest(Path(args.logdir), "cpu")["args"]
+        # Of the presets named once more the run's own values come first, where a flag may change them.
+        values = {name: value for name, value in values.items() if name not in RESUMABLE}
         args = tyro.cli(Args, args=argv, default=known_args(saved | values))
     return args
 

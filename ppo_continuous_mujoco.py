@@ -109,7 +109,7 @@ class Args:
     vec_env: Literal["auto", "batch", "subproc", "sync", "async"] = "auto"
     """batch: mujoco.batch threads (v5 tasks); subproc: our processes; sync, async: Gymnasium's; auto: the fastest"""
     reset_steps: int | None = None
-    """time limit of an episode in steps (a truncation), independent of --num-steps; default: the task's own"""
+    """time limit of an episode in steps (a truncation), in evaluation too; default: the task's own"""
     norm_obs: bool = True
     """normalise observations by their running mean and standard deviation"""
     norm_reward: bool = True
@@ -242,9 +242,9 @@ def check_ranges(args: Args) -> None:
     """Raise UsageError for a value outside its range: what holds for every PPO script."""
     require(args, "at least 1", lambda x: x >= 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches",
             "update_epochs", "eval_episodes", "torch_threads", "num_workers")  # fmt: skip
-    require(args, "positive and finite", lambda x: 0 < x < math.inf, "learning_rate", "clip_coef", "max_grad_norm",
+    require(args, "positive and below 1e38", lambda x: 0 < x < 1e38, "learning_rate", "clip_coef", "max_grad_norm",
             "target_kl")  # fmt: skip
-    require(args, "at least 0 and finite", lambda x: 0 <= x < math.inf, "eval_every", "save_every", "ent_coef",
+    require(args, "at least 0 and below 1e38", lambda x: 0 <= x < 1e38, "eval_every", "save_every", "ent_coef",
             "vf_coef")  # fmt: skip
     require(args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
     require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "gamma", "gae_lambda")
@@ -253,6 +253,8 @@ def check_ranges(args: Args) -> None:
         raise UsageError(f"--total-timesteps {args.total_timesteps} is less than one batch of {batch}.")
     if args.batch_size % args.num_minibatches:
         raise UsageError(f"--num-minibatches {args.num_minibatches} does not divide the batch of {batch}.")
+    if args.norm_adv_scope != "minibatch" and not args.norm_adv:
+        raise UsageError(f"--norm-adv-scope {args.norm_adv_scope} needs --norm-adv.")
     values = {"minibatch": args.minibatch_size, "batch": args.batch_size, "per_env": args.num_steps}
     if args.norm_adv and values[args.norm_adv_scope] < 2:
         raise UsageError(
@@ -287,7 +289,7 @@ def validate(args: Args) -> None:
         raise UsageError(f"{other} is another reward scale than --norm-reward; add --no-norm-reward.")
     require(args, "at least 1", lambda x: x >= 1, "reset_steps")
     require(args, "positive", lambda x: x > 0, "clip_obs", "clip_reward")
-    require(args, "positive and finite", lambda x: 0 < x < math.inf, "critic_learning_rate")
+    require(args, "positive and below 1e38", lambda x: 0 < x < 1e38, "critic_learning_rate")
     require(args, "between -20 and 20", lambda x: -20 <= x <= 20, "log_std_init")
     require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "average_reward_rate")
     require(
@@ -295,6 +297,10 @@ def validate(args: Args) -> None:
     )
     if args.critic_learning_rate is not None and args.optimizer == "shared":
         raise UsageError("--critic-learning-rate needs --optimizer separate.")
+    for name, needed in {"clip_obs": "norm_obs", "clip_reward": "norm_reward", "average_reward_rate": "average_reward",
+                         "lr_decay": "anneal_lr"}.items():  # fmt: skip
+        if getattr(args, name) != getattr(Args, name) and not getattr(args, needed):
+            raise UsageError(f"{flag(name)} needs {flag(needed)}.")
     if args.capture_video:
         check_pictures(args)
 
@@ -330,8 +336,10 @@ def check_pictures(args: Args) -> None:
         PIL.Image.fromarray(np.asarray(vec_env.render())[0])
         vec_env.close()
     except Exception as error:
-        advice = "; on a machine without a display, set MUJOCO_GL=egl" if "MUJOCO_GL" not in os.environ else ""
-        raise UsageError(f"There are no pictures of {args.env_id} here ({error!r:.60}){advice}.") from None
+        without_display = args.env_id in TASKS and "MUJOCO_GL" not in os.environ
+        advice = "; on a machine without a display, set MUJOCO_GL=egl" if without_display else ""
+        reason = str(error).partition("\n")[0]
+        raise UsageError(f"There are no pictures of {args.env_id} here ({reason:.150}){advice}.") from None
 
 
 # ==========================================================================================================
@@ -632,7 +640,7 @@ def evaluate(
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     space: Any = vec_env.single_action_space
-    limit = args.reset_steps or gym.spec(args.env_id.rpartition(":")[2]).max_episode_steps or 1000
+    limit = (vec_env.spec and vec_env.spec.max_episode_steps) or 1000
     rewards_of_steps, lengths = [], np.zeros(num_envs, dtype=int)
     running = np.ones(num_envs, dtype=bool)  # only the first episode of each environment counts
     frames: list[Any] = []
@@ -691,7 +699,8 @@ def set_random_states(states: dict[str, Any]) -> None:
     np.random.set_state(to_arrays(states["numpy"]))
     torch.set_rng_state(states["torch"].cpu())
     if torch.cuda.is_available() and states["cuda"]:
-        torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"]])
+        # as many as there are: the run may go on with fewer GPUs
+        torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"][: torch.cuda.device_count()]])
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
@@ -762,15 +771,19 @@ def load_weights(agent: Agent, checkpoint: dict[str, Any], path: Path) -> None:
         raise UsageError(f"{path} holds a policy of other inputs, actions or layers ({reason})") from None
 
 
-def load_latest(logdir: Path, device: str) -> dict[str, Any]:
-    """The checkpoint to resume from: latest.pt or, if that is damaged, the one before it."""
+def load_latest(logdir: Path, device: str, repair: bool = False) -> dict[str, Any]:
+    """The checkpoint to resume from: latest.pt or, if that is damaged, the one before it. Whoever holds the folder's
+    lock may `repair` it: the next save would make the damaged one *.prev.pt."""
     try:
         return load_checkpoint(logdir / "latest.pt", device)
     except DamagedError as error:
         if not (logdir / "latest.prev.pt").is_file():
             raise
-        print(f"warning: {error} Falling back to latest.prev.pt.", file=sys.stderr)
-        return load_checkpoint(logdir / "latest.prev.pt", device)
+        checkpoint = load_checkpoint(logdir / "latest.prev.pt", device)
+        if repair:
+            print(f"warning: {error} Falling back to latest.prev.pt.", file=sys.stderr)
+            (logdir / "latest.pt").unlink(missing_ok=True)
+        return checkpoint
 
 
 def update_leaderboard(logdir: Path, args: Args, score: float | list[float], step: int, keep: int = 5) -> None:
@@ -780,10 +793,11 @@ def update_leaderboard(logdir: Path, args: Args, score: float | list[float], ste
     precision, run, the step of best.pt, hash and file. A lock makes concurrent runs take turns; the index is replaced,
     never edited.
     """
+    logdir = logdir.resolve()  # "." has no name
     of_one_run = RESUMABLE - {"total_timesteps"} | {"seed"}  # longer runs compete with their like
     settings = {name: value for name, value in asdict(args).items() if name not in of_one_run}
     config_hash = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    folder = logdir.resolve().parent / "best" / f"{args.env_id.replace('/', '_')}__{config_hash}"
+    folder = logdir.parent / "best" / f"{args.env_id.replace('/', '_')}__{config_hash}"
     folder.mkdir(parents=True, exist_ok=True)
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -867,7 +881,7 @@ def read_csv(path: Path) -> dict[str, np.ndarray]:
     if not path.exists():
         return {}
     with open(path) as file:
-        rows = list(csv.DictReader(file))
+        rows = list(csv.DictReader(line for line in file if line.endswith("\n")))  # a power cut may leave half a row
     return {name: np.array([float(row[name]) for row in rows]) for name in (rows[0] if rows else [])}
 
 
@@ -1096,11 +1110,12 @@ def run_folder(args: Args) -> Path:
     if args.logdir:
         Path(args.logdir).mkdir(parents=True, exist_ok=True)
         return Path(args.logdir)
+    Path("runs").mkdir(exist_ok=True)  # here, because an error means something else in the loop
     while True:
         now = time.strftime("%Y%m%d-%H%M%S")
         logdir = Path(f"runs/{args.env_id.replace('/', '_')}__{SCRIPT}__{args.seed}__{now}")
         with contextlib.suppress(FileExistsError):  # another run has begun this second
-            logdir.mkdir(parents=True)
+            logdir.mkdir()
             return logdir
         time.sleep(0.1)
 
@@ -1114,10 +1129,10 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, int]:
         logdir = run_folder(args)
         lock = lock_folder(logdir)
     except OSError as error:
-        raise UsageError(f"The run folder {args.logdir} cannot be written: {error.strerror}.") from None
+        raise UsageError(f"The run folder {args.logdir or 'runs/'} cannot be written: {error.strerror}.") from None
     try:
         # Read only now: whoever else was in the folder may have written a newer one.
-        checkpoint = load_latest(logdir, args.device) if args.resume else None
+        checkpoint = load_latest(logdir, args.device, repair=True) if args.resume else None
         check_continuation(args, logdir, checkpoint)
         write_config(args, logdir)
     except BaseException:
@@ -1258,13 +1273,13 @@ def learn(
     next_obs = torch.as_tensor(env_obs, dtype=torch.float32, device=device)
 
     def save(name: str) -> bool:
-        """Write all that the rest of the run depends on; returns whether this rank did."""
+        """Write all that the rest of the run depends on; returns whether the disk took it."""
         own = {"random": random_states(), "envs": get_vector_state(vec_env),
                "episodes": [env_obs, episode_returns, episode_lengths]}  # fmt: skip
         state = {"format": FORMAT, "args": asdict(args), "counters": asdict(counters), "agent": agent.state_dict(),
                  "optimizer": moments, "observation_statistics": observation_statistics(vec_env),
                  "ranks": ranks.gather_objects(own)}  # fmt: skip
-        return ranks.rank == 0 and save_checkpoint(logdir / name, state)
+        return any(ranks.gather_objects(ranks.rank == 0 and save_checkpoint(logdir / name, state)))
 
     if args.track and ranks.rank == 0:
         import wandb
@@ -1306,7 +1321,7 @@ def learn(
             before_step = time.perf_counter()
             env_obs, reward, terminated, truncated, infos = vec_env.step(env_actions)
             env_time += time.perf_counter() - before_step
-            raw_reward = infos.get("raw_reward", reward)
+            raw_reward = infos["raw_reward"] if args.norm_reward else reward
             raw_reward_sum += float(raw_reward.sum())
             episode_returns += raw_reward
             episode_lengths += 1
@@ -1435,8 +1450,10 @@ def learn(
             scores = {f"eval/{name}": evaluation[name] for name in names}
             logger.write("eval.csv", counters.global_step, scores)
             if evaluation["mean_return"] > counters.best_return:
+                previous = replace(counters)
                 counters.best_return, counters.best_step = evaluation["mean_return"], counters.global_step
-                save("best.pt")
+                if not save("best.pt"):  # the next good evaluation tries again
+                    counters = previous
             if args.capture_video and ranks.rank == 0:
                 one = replace(args, eval_episodes=1)
                 frames = evaluate(agent, one, observation_statistics(vec_env), render_mode="rgb_array")["frames"]
@@ -1514,6 +1531,9 @@ def find_checkpoint(logdir: str | None, name: str) -> Path:
 def play(play_args: PlayArgs) -> dict[str, Any]:
     """Play a checkpoint. Prints a line an episode and, as the last line, the summary as JSON that it returns."""
     require(play_args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
+    for name in ("gif_dir", "gif_fps"):
+        if getattr(play_args, name) != getattr(PlayArgs, name) and not play_args.save_gif:
+            raise UsageError(f"{flag(name)} needs --save-gif.")
     require(play_args, "at least 1", lambda x: x >= 1, "episodes", "gif_fps")
     if play_args.render and play_args.save_gif:
         raise UsageError("--render shows the episodes and --save-gif writes them: choose one.")
@@ -1591,7 +1611,7 @@ def parse_args(argv: list[str]) -> Args:
     argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--configs=") else [word])]
     while "--configs" in argv:
         start = argv.index("--configs")
-        stop = next((i for i in range(start + 1, len(argv)) if argv[i].startswith("--")), len(argv))
+        stop = next((i for i in range(start + 1, len(argv)) if argv[i].startswith("-")), len(argv))
         if stop == start + 1:
             raise UsageError(f"--configs needs the name of a preset: {', '.join(PRESETS)}.")
         for name in argv[start + 1 : stop]:
@@ -1604,6 +1624,8 @@ def parse_args(argv: list[str]) -> Args:
     args = tyro.cli(Args, args=argv, default=Args(**values), description=description)
     if args.resume and args.logdir is not None:
         saved = load_latest(Path(args.logdir), "cpu")["args"]
+        # Of the presets named once more the run's own values come first, where a flag may change them.
+        values = {name: value for name, value in values.items() if name not in RESUMABLE}
         args = tyro.cli(Args, args=argv, default=known_args(saved | values))
     return args
 

@@ -477,7 +477,8 @@ def sharing_section(folder: Path) -> list[str]:
         fresh = data["fresh"]
         for name, key in (("compliance 0.95", "to_compliance"), ("and the baseline's return", "to_both")):
             reached = sorted(run[key] for run in fresh if run[key] is not None)
-            median = number(reached[len(fresh) // 2] if len(reached) > len(fresh) // 2 else None)
+            half = float(np.median([math.inf if run[key] is None else run[key] for run in fresh]))
+            median = number(half if half < math.inf else None)
             span = f"{number(reached[0])} to {number(reached[-1])}" if reached else ""
             total = data["shared"][key]
             per_order = "" if total is None else f"{total / len(ORDERS):,.0f}"

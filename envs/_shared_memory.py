@@ -245,6 +245,17 @@ class InfoTable:
             infos[f"_{key}"] = present.copy()
         return infos
 
+    def read_each(self, rows: slice) -> list[tuple[int, dict[str, Any]]]:
+        """Return the same infos one by one, each with the number of its environment."""
+        views = {np.float64: self.cells, np.int64: self.cells.view(np.int64)}
+        columns = [(key, views[cell][:, i], kind) for i, (key, (cell, kind)) in enumerate(self.types.items())]
+        present = (n for n in range(rows.start, rows.stop) if self.present[n])
+        return [(n, {key: kind(column[n]) for key, column, kind in columns}) for n in present]
+
+    def contradicts(self, info: dict[str, Any]) -> bool:
+        """Whether a value of `info` is of another type than the layout has for its key."""
+        return any(key in self.types and type(value) is not self.types[key][1] for key, value in info.items())
+
 
 def cell_type(kind: type) -> type | None:
     """Return the type of a cell that holds a value of type `kind` without loss, or None."""

@@ -106,11 +106,12 @@ def poll(semaphore: Semaphore) -> bool:
 def worker_main(setup: WorkerSetup) -> None:
     """Construct the environments, attach to the shared memory, and obey commands until the parent says close."""
     watch_parent()
-    # Ctrl-C and SIGTERM often reach the whole process group. What they mean is for the parent to decide, which may
-    # want one more step and every environment's state for a checkpoint; so here they do nothing. (Handlers rather
-    # than SIG_IGN, because programs that environments start would inherit SIG_IGN.)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)
+    # Ctrl-C, SIGTERM and the end of a terminal often reach the whole process group. What they mean is for the parent
+    # to decide, which may want one more step and every environment's state for a checkpoint; so here they do nothing.
+    # (Handlers rather than SIG_IGN, because programs that environments start would inherit SIG_IGN.)
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), lambda *_: None)
     faulthandler.enable(setup.crash_pipe.fileno(), all_threads=False)
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, setup.crash_pipe.fileno(), all_threads=False)
@@ -438,7 +439,7 @@ def plain_attributes(holder: Any, unsaved: Collection[str] = ()) -> dict[str, An
         elif has_only_attributes(value):
             state[name] = {"object": plain_attributes(value)}
         else:
-            state[name] = _plain(value, f"{type(holder).__name__}.{name}")
+            state[name] = plain(value, f"{type(holder).__name__}.{name}")
     return state
 
 
@@ -451,10 +452,15 @@ def set_attributes(holder: Any, state: dict[str, Any]) -> None:
             case {"object": content}:
                 set_attributes(getattr(holder, name), content)
             case _:
-                vars(holder)[name] = _restored(saved)
+                vars(holder)[name] = restored(saved)
 
 
-def _plain(value: Any, where: str) -> Any:
+def plain(value: Any, where: str) -> Any:
+    """Return a copy of `value` made of what `torch.load(weights_only=True)` reads; `restored` is its inverse.
+
+    Raises:
+        NoState: for a value of any other kind; the text says that `where` holds it.
+    """
     if isinstance(value, np.generic):
         value = value.item()
     if type(value) in (bool, int, float, str, type(None)):
@@ -462,25 +468,26 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return value.copy()
     if type(value) in (list, tuple):
-        return type(value)(_plain(item, where) for item in value)
+        return type(value)(plain(item, where) for item in value)
     if type(value) is deque:
-        return {"deque": [_plain(item, where) for item in value], "maxlen": value.maxlen}
+        return {"deque": [plain(item, where) for item in value], "maxlen": value.maxlen}
     if type(value) is dict:
-        return {"dict": {_plain(key, where): _plain(item, where) for key, item in value.items()}}
+        return {"dict": {plain(key, where): plain(item, where) for key, item in value.items()}}
     raise NoState(
         f"{where} holds a {type(value).__name__}, which cannot be saved: use numbers, strings, arrays, lists, tuples, "
-        "dicts and deques, give the wrapper get_state() and set_state(state), or train without exact resume."
+        "dicts and deques, give it get_state() and set_state(state), or train without exact resume."
     )
 
 
-def _restored(saved: Any) -> Any:
+def restored(saved: Any) -> Any:
+    """Return what `plain` was given, sharing nothing with `saved`."""
     match saved:
         case np.ndarray():
             return saved.copy()
         case list() | tuple():
-            return type(saved)(_restored(item) for item in saved)
+            return type(saved)(restored(item) for item in saved)
         case {"deque": items, "maxlen": maxlen}:
-            return deque(map(_restored, items), maxlen)
+            return deque(map(restored, items), maxlen)
         case {"dict": items}:
-            return {key: _restored(item) for key, item in items.items()}
+            return {key: restored(item) for key, item in items.items()}
     return saved

@@ -172,7 +172,7 @@ class WorkerPool:
         self.workers = [Worker(w, range(bounds[w], bounds[w + 1])) for w in range(num_workers)]
         self.seeds: list[int | None] = [None] * len(env_fns)
         self.failure: str | None = None  # why nothing but closing is possible any more
-        self.step_timeout = step_timeout
+        self.step_timeout = None if step_timeout == math.inf else step_timeout
         self.process = os.getpid()  # the workers are not a forked child's to command or end
         self._env_fns = [CloudpickleWrapper(env_fn) for env_fn in env_fns]
         self._context = multiprocessing.get_context(context)

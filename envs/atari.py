@@ -75,7 +75,7 @@ class AtariGame(gym.Wrapper):
                 frameskip=1,
                 obs_type="grayscale",
                 repeat_action_probability=0.0,  # the console's own stickiness is not part of the state that it saves
-                max_num_frames_per_episode=max_episode_steps * skip or MAX_FRAMES,
+                max_num_frames_per_episode=min(max_episode_steps * skip, 2**31 - 1) or MAX_FRAMES,  # an int in C
                 render_mode=render_mode,
             ).unwrapped
         except gym.error.Error as error:  # no such game, a version that was withdrawn, not a name at all

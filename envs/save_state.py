@@ -16,7 +16,7 @@ import numpy as np
 from gymnasium.envs.mujoco import MujocoEnv
 from gymnasium.vector import AutoresetMode, VectorEnv
 
-from envs._subproc_worker import NoState, plain_attributes, set_attributes, state_layers
+from envs._subproc_worker import NoState, plain, plain_attributes, restored, set_attributes, state_layers
 from envs._worker_pool import WorkerError
 from envs.mujoco_batch import without_deprecation_note
 
@@ -39,7 +39,10 @@ class SaveState(gym.Wrapper):
 
     def get_state(self) -> dict[str, Any]:
         env, wrappers = _layers(self.env)
-        inner = _mujoco_state(env) if isinstance(env, MujocoEnv) else env.get_state()
+        if isinstance(env, MujocoEnv):
+            inner = _mujoco_state(env)
+        else:  # plain, because `torch.load` reads nothing else from a file that may be anybody's
+            inner = plain(env.get_state(), f"The state of {type(env).__name__}")
         return {"env": inner, "wrappers": [plain_attributes(wrapper) for wrapper in wrappers]}
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -47,7 +50,7 @@ class SaveState(gym.Wrapper):
         if isinstance(env, MujocoEnv):
             _set_mujoco_state(env, state["env"])
         else:
-            env.set_state(state["env"])
+            env.set_state(restored(state["env"]))
         for wrapper, attributes in zip(wrappers, state["wrappers"], strict=True):
             set_attributes(wrapper, attributes)
 

@@ -367,7 +367,12 @@ class SubprocVecEnv(VectorEnv):
             self._begin_anew(worker)
 
         pickled = self._collect(name, timeout, begin_anew, part_index)
-        infos = self._merge(table.read(part.rows), pickled)
+        if any(table.contradicts(info) for _, info in pickled):
+            # Whose info comes first decides the type of a key's array: so in the environments' order.
+            results = sorted([*table.read_each(part.rows), *pickled], key=lambda result: result[0])
+            infos = self._merge({}, results)
+        else:
+            infos = self._merge(table.read(part.rows), pickled)
         if pickled and not table.types:
             table.choose_layout(pickled[0][1])
         while part.restarted:
@@ -489,7 +494,11 @@ class SubprocVecEnv(VectorEnv):
         """
         if len(state["envs"]) != self.num_envs:
             raise ValueError(f"This state is of {len(state['envs'])} environments, but here are {self.num_envs}.")
-        self._call_workers("set_state", list(enumerate(state["envs"])))
+        # One environment of each worker at a time, which thus has all of `step_timeout`: an emulator that can only
+        # play its episode once more takes long.
+        for i in range(len(self._pool.workers[-1].env_indices)):  # the last has as many as any
+            indices = [n for worker in self._pool.workers for n in worker.env_indices[i : i + 1]]
+            self._call_workers("set_state", [(n, state["envs"][n]) for n in indices])
         self._pool.seeds[:] = state["seeds"]
         if "observations" in state:  # otherwise it is an older state
             write_tree(self._shared.observations, state["observations"])

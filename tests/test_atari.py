@@ -296,6 +296,35 @@ def test_a_lost_life_ends_the_learners_episode_alone(
 
 
 @needs_ale
+def test_a_life_lost_in_the_step_of_the_time_limit_is_a_termination(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rollouts: list[dict[str, torch.Tensor]]
+) -> None:
+    """In that step the info is already the next episode's; that a life was lost stands in its final_info."""
+    always(NOOP, monkeypatch)
+    values = {"env_id": "ALE/Breakout-v5", "num_envs": 1, "num_minibatches": 1, "capture_video": False}
+
+    def first_loss(limit: int) -> tuple[int, bool]:
+        """The step that costs the first life, and whether the time limit cuts the episode in it."""
+        env = script.make_env(tiny(tmp_path, **values, max_episode_steps=limit))
+        env.reset(seed=1)
+        step, truncated = 0, False
+        info: dict[str, Any] = {}
+        while not (truncated or info):
+            *_, truncated, info = env.step(NOOP)
+            step += 1
+        env.close()
+        return step, truncated and bool(info)
+
+    steps, _ = first_loss(0)
+    limit = next(limit for limit in range(steps, steps + 40) if first_loss(limit) == (steps, True))
+    args = tiny(tmp_path / "run", **values, max_episode_steps=limit, num_steps=steps, total_timesteps=steps, seed=1)
+    script.train(args)
+    assert rollouts[0]["terminations"].flatten().tolist() == [False] * (steps - 1) + [True]
+    progress = script.read_csv(tmp_path / "run" / "progress.csv")
+    assert progress["rollout/resets"].tolist() == [1]
+
+
+@needs_ale
 def test_play_writes_the_beginning_of_a_game_as_a_gif(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

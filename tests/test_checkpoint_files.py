@@ -166,12 +166,26 @@ def test_a_damaged_latest_falls_back_to_the_one_before(
     latest = tmp_path / "latest.pt"
     latest.write_bytes(latest.read_bytes()[:500])
     assert script.load_latest(tmp_path, "cpu")["number"] == 1
-    assert "latest.prev.pt" in capsys.readouterr().err
+    assert capsys.readouterr().err == ""  # who only reads says nothing and changes nothing
+    assert latest.stat().st_size == 500
     latest.unlink()
     assert script.load_latest(tmp_path, "cpu")["number"] == 1
     (tmp_path / "latest.prev.pt").write_bytes(b"")
     with pytest.raises(script.UsageError, match="damaged"):
         script.load_latest(tmp_path, "cpu")
+
+
+def test_the_save_after_a_fallback_leaves_the_good_checkpoint_alone(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(3):
+        script.save_checkpoint(tmp_path / "latest.pt", state_of(script, number))
+    (tmp_path / "latest.pt").write_bytes(b"torn")
+    assert script.load_latest(tmp_path, "cpu", repair=True)["number"] == 1
+    assert "Falling back to latest.prev.pt" in capsys.readouterr().err
+    script.save_checkpoint(tmp_path / "latest.pt", state_of(script, 7))
+    saved = [script.load_checkpoint(tmp_path / name)["number"] for name in ("latest.prev.pt", "latest.pt")]
+    assert saved == [1, 7]
 
 
 def test_a_run_resumes_from_the_checkpoint_before_and_ends_the_same(
@@ -288,6 +302,51 @@ def test_a_picture_that_the_disk_refuses_costs_a_warning(
 
 
 # ---- the folder and the process of a run ----------------------------------------------------------------------------
+
+
+def test_a_best_policy_that_the_disk_refuses_is_not_the_best_yet(
+    continuous: ModuleType, run_tiny: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else no later policy would be saved unless it beats one that is nowhere."""
+    scores, writes = iter([10.0, 50.0, 30.0, 20.0]), iter([True, False, True])
+    evaluate, save = continuous.evaluate, continuous.save_checkpoint
+
+    def save_or_refuse(path: Path, state: dict[str, Any]) -> bool:
+        return (path.name != "best.pt" or next(writes)) and save(path, state)
+
+    monkeypatch.setattr(continuous, "evaluate", lambda *a, **k: evaluate(*a, **k) | {"mean_return": next(scores)})
+    monkeypatch.setattr(continuous, "save_checkpoint", save_or_refuse)
+    result = run_tiny(total_timesteps=256, eval_every=64)
+    counters = continuous.load_checkpoint(Path(result["logdir"]) / "best.pt")["counters"]
+    assert (counters["global_step"], counters["best_return"]) == (192, 30.0)
+    (index,) = tmp_path.glob("best/*/index.json")
+    (entry,) = json.loads(index.read_text())
+    assert (entry["score"], entry["step"]) == (30.0, 192)
+
+
+def test_a_link_to_a_disk_that_is_not_mounted_is_refused(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("runs").symlink_to(tmp_path / "scratch" / "runs")
+    with pytest.raises(script.UsageError, match="The run folder runs/ cannot be written"):
+        script.open_run(script.Args())
+
+
+def test_a_row_that_was_cut_off_is_not_read(script: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "eval.csv").write_text("global_step,x,y\n64,1,2\n128,3,4\n192,5")
+    assert script.read_csv(tmp_path / "eval.csv")["x"].tolist() == [1, 3]
+    (tmp_path / "eval.csv").write_text("global_step,x,y\n64,1,2\n128,3,4")  # or 4.5, or 42
+    assert script.read_csv(tmp_path / "eval.csv")["y"].tolist() == [2]
+
+
+def test_a_run_goes_on_where_there_are_fewer_gpus(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    states, restored = script.random_states() | {"cuda": [torch.zeros(2), torch.ones(2)]}, []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", restored.extend)
+    script.set_random_states(states)
+    assert [state.tolist() for state in restored] == [[0, 0]]
 
 
 def test_a_machine_without_git_can_train(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -454,7 +513,12 @@ def test_a_row_that_is_lost_does_not_cost_tensorboard(
         (["--configs"], "--configs needs the name of a preset: defaults"),
         (["--configs", "--seed", "1"], "--configs needs the name of a preset: defaults"),
         (["--configs=nothing"], "There is no preset 'nothing'"),
+        (["--no-norm-adv", "--norm-adv-scope", "batch"], "--norm-adv-scope batch needs --norm-adv"),
+        (["--learning-rate", "1e39"], "--learning-rate must be positive and below 1e38, not 1e+39"),
         (["play"], "Name the run folder, --logdir, or the path of a checkpoint"),
+        (["play", "--logdir", "/nowhere", "--gif-dir", "gifs"], "--gif-dir needs --save-gif"),
+        (["play", "--logdir", "/nowhere", "--gif-fps", "5"], "--gif-fps needs --save-gif"),
+        (["play", "--logdir", "/nowhere", "--render", "--save-gif"], "choose one"),
     ],
 )
 def test_what_is_missing_is_named(
@@ -469,6 +533,18 @@ def test_what_is_missing_is_named(
 def test_presets_may_be_named_in_several_ways(script: ModuleType) -> None:
     expected = script.parse_args(["--configs", "debug", "fast"])
     assert script.parse_args(["--configs=debug", "--configs", "fast"]) == expected
+    with pytest.raises(SystemExit) as end:
+        script.main(["--configs", "debug", "-h"])  # no preset
+    assert end.value.code == 0
+
+
+def test_a_preset_named_again_on_resume_does_not_shorten_the_run(script: ModuleType, tmp_path: Path) -> None:
+    args = dataclasses.replace(script.parse_args(["--configs", "debug"]), total_timesteps=7_000_000)
+    script.save_checkpoint(tmp_path / "latest.pt", {"format": script.FORMAT, "args": dataclasses.asdict(args)})
+    again = ["--configs", "debug", "--resume", "--logdir", str(tmp_path)]
+    assert script.parse_args(again).total_timesteps == 7_000_000
+    assert script.parse_args([*again, "--total-timesteps", "8000000"]).total_timesteps == 8_000_000
+    assert script.parse_args(again).num_envs == args.num_envs
 
 
 def test_before_the_first_evaluation_play_names_the_latest_checkpoint(script: ModuleType, tmp_path: Path) -> None:
@@ -530,6 +606,16 @@ def test_the_five_best_runs_of_a_problem_stand_in_order_at_full_precision(script
         assert entry["step"] == 7
         assert folder.name.endswith(entry["config"])
     assert not list(folder.glob("*.tmp"))
+
+
+def test_a_run_that_is_continued_from_within_its_folder_keeps_its_name(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = board(script, tmp_path, "run", 1.0)
+    monkeypatch.chdir(tmp_path / "run")
+    script.update_leaderboard(Path("."), script.Args(), 2.0, step=8)
+    (entry,) = json.loads((folder / "index.json").read_text())
+    assert (entry["run"], entry["score"], entry["file"]) == ("run", 2.0, "run.pt")
 
 
 def test_a_run_that_is_continued_replaces_its_own_entry(script: ModuleType, tmp_path: Path) -> None:

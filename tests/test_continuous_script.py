@@ -25,6 +25,7 @@ import torch
 from gymnasium.vector import VectorWrapper
 
 from envs.normalize import NormalizeReward
+from tests import known_values
 from tests.conftest import ROOT, assert_same, spy, tiny_args, weights
 from tests.known_values import known_value
 
@@ -103,8 +104,8 @@ WRONG = {
     "--num-workers 0": "--num-workers",
     "--learning-rate 0": "--learning-rate must be positive",
     "--learning-rate nan": "--learning-rate",
-    "--learning-rate inf": "--learning-rate must be positive and finite, not inf",
-    "--ent-coef inf": "--ent-coef must be at least 0 and finite, not inf",
+    "--learning-rate inf": "--learning-rate must be positive and below 1e38, not inf",
+    "--ent-coef inf": "--ent-coef must be at least 0 and below 1e38, not inf",
     "curves --logdir /nowhere": "/nowhere has no progress.csv",
     "--critic-learning-rate -1": "--critic-learning-rate",
     "--clip-coef 0": "--clip-coef",
@@ -139,6 +140,10 @@ WRONG = {
     "--clip-obs 0": "--clip-obs",
     "--clip-reward -1": "--clip-reward",
     "--average-reward-rate 2 --average-reward --no-norm-reward": "--average-reward-rate",
+    "--no-norm-obs --clip-obs 5": "--clip-obs needs --norm-obs",
+    "--no-norm-reward --clip-reward 5": "--clip-reward needs --norm-reward",
+    "--average-reward-rate 0.5": "--average-reward-rate needs --average-reward",
+    "--no-anneal-lr --lr-decay exponential": "--lr-decay needs --anneal-lr",
     "--seed 4294967296": "--seed must be in [0, 2**32)",
     "--num-steps 1 --num-envs 64 --norm-adv-scope per_env": "per_env would normalise single advantages",
     "--configs queue --capture-video": "There are no pictures of TwoQueue-v0 here",
@@ -678,6 +683,32 @@ def test_an_environment_as_simple_as_can_be_is_trained(run_tiny: Run, vec_env: s
     result = run_tiny(env_id="tests.known_values:Plain-v0", vec_env=vec_env, reset_steps=None, learning_rate=0.01)
     assert result["mean_return"] > 0
     assert columns(result["logdir"], "eval.csv")["eval/mean_length"] == [1000]
+
+
+def test_an_id_without_a_version_is_trained_and_evaluated(run_tiny: Run) -> None:
+    result = run_tiny(env_id="gymnasium:Pendulum", vec_env="sync", reset_steps=None)
+    assert result["global_step"] == 192
+
+
+@pytest.mark.parametrize("state", [{"kind": {1, 2}}, {"name": np.array(["a"])}, [object()]], ids=str)
+def test_a_state_that_no_checkpoint_can_hold_is_said_and_costs_exact_resume_alone(
+    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch, state: Any
+) -> None:
+    monkeypatch.setattr(known_values.KnownValuesEnv, "get_state", lambda self: state)
+    with pytest.warns(UserWarning, match="The state of KnownValuesEnv holds a"):
+        result = run_tiny(env_id="KnownValues-v0", vec_env="sync")
+    assert continuous.load_checkpoint(Path(result["logdir"]) / "latest.pt")["counters"]["update"] == 3
+
+
+def test_a_reward_that_the_environment_calls_raw_is_not_mistaken_for_ours(
+    run_tiny: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = known_values.KnownValuesEnv.step
+    monkeypatch.setattr(
+        known_values.KnownValuesEnv, "step", lambda self, action: (*step(self, action)[:4], {"raw_reward": 1000.0})
+    )
+    result = run_tiny(env_id="KnownValues-v0", vec_env="sync", norm_reward=False)
+    assert 1 <= max(columns(result["logdir"])["rollout/episodic_return"]) <= 10
 
 
 # ---- evaluation and playing -----------------------------------------------------------------------------------------

@@ -507,11 +507,11 @@ def test_workers_made_in_a_thread_outlive_the_thread_but_not_the_parent(tmp_path
     process.communicate(timeout=10)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_to_the_whole_group_is_the_parents_to_handle(tmp_path: Path, number: signal.Signals) -> None:
     body = (
         "stop = []\n"
-        "for number in (signal.SIGINT, signal.SIGTERM):\n"
+        "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):\n"
         "    signal.signal(number, lambda number, frame: stop.append(number))\n"
         "print('ready', flush=True)\n"
         "while not stop:\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import re
 import subprocess
@@ -726,6 +727,64 @@ def test_infos_that_change_their_types_lose_nothing() -> None:
     for _ in range(7):
         assert data_equivalence(ours.step([0, 0])[4], theirs.step([0, 0])[4])
     ours.close()
+
+
+class OddInfoEnv(CountEnv):
+    """Info `x` is an integer, but for environment 0 after its first step, where it is `odd`."""
+
+    odd: Any = None
+
+    def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
+        *result, _ = super().step(action)
+        return *result, {"x": self.odd if self.count > 1 else 3}  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("odd", [0.5, "n/a", None, np.arange(3), {"y": 1}], ids=str)
+def test_an_info_whose_type_differs_between_environments_is_what_gymnasium_makes_of_it(odd: Any) -> None:
+    def first() -> CountEnv:
+        env = OddInfoEnv()
+        env.odd = odd
+        return env
+
+    def second() -> CountEnv:
+        env = OddInfoEnv()
+        env.odd = 3
+        return env
+
+    ours, theirs = (kind([first, second]) for kind in (SubprocVecEnv, SyncVectorEnv))
+    for envs in (ours, theirs):
+        envs.reset()
+    for _ in range(4):
+        try:
+            expected = theirs.step([0, 0])[4]
+        except Exception as error:  # Gymnasium cannot merge a dict with a number either
+            with pytest.raises(type(error)):
+                ours.step([0, 0])
+            break
+        assert data_equivalence(ours.step([0, 0])[4], expected)
+    ours.close()
+
+
+class SlowToRestoreEnv(CountEnv):
+    def get_state(self) -> dict[str, Any]:
+        return {}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        time.sleep(0.6)
+
+
+def test_each_environment_has_the_whole_time_limit_to_be_restored() -> None:
+    envs = SubprocVecEnv([SlowToRestoreEnv] * 3, 1, step_timeout=1.5)
+    envs.reset()
+    envs.set_state(envs.get_state())
+    envs.close()
+
+
+def test_a_time_limit_may_be_infinite() -> None:
+    envs = SubprocVecEnv([CountEnv], step_timeout=math.inf)
+    envs.reset()
+    assert len(envs.step([0])) == 5
+    envs.close()
 
 
 def test_fractions_are_no_discrete_actions() -> None:
