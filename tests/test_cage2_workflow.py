@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import signal
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from envs.cage2 import ACTION_NAMES, HOSTS, workflow
-from tests.conftest import ROOT, assert_same
+from tests.conftest import ROOT, assert_same, spy
 from tests.test_cage2_script import tiny_args
 from tests.test_distributed import assert_close_runs, run_ranks, tiny
 from tests.test_resume import fork, wait
@@ -523,6 +524,9 @@ def test_two_ranks_with_workflows_learn_what_one_process_would(cage2: ModuleType
         (["search", "--shared-timesteps", "1000"], ["--shared-timesteps 1000", "25600"]),
         (["search", "--shared", "x.pt", "--red-agent", "b_line"], ["--shared", "--red-agent"]),
         (["search", "--fresh-policy-per-order", "--warm-start", "last"], ["--fresh-policy-per-order", "last"]),
+        (["search", "--n-envs", "1", "--update-every-steps", "1"], ["--n-envs 1", "--update-every-steps 1"]),
+        (["search", "--min-episodes", "51"], ["--min-episodes 51", "--train-episodes-per-env 50"]),
+        (["--max-steps", "2147483648"], ["--max-steps", "1..100000", "2147483648"]),
         (["--gamma", "1"], ["--gamma 1", "--finite-horizon"]),
         (["play", "--seed", "-1"], ["--seed", "-1"]),
     ],
@@ -675,6 +679,9 @@ def test_a_search_killed_in_the_middle_of_an_order_goes_on_and_ends_alike(
     (second,) = broken.glob("002_*")
     assert 0 < cage2.load_latest(second, "cpu")["counters"]["global_step"] < 960
     assert len(json.loads((broken / "history.json").read_text())["history"]) == 1
+    moved = tmp_path / "moved"  # what the order began from was stored with the old name
+    broken.rename(moved)
+    broken = moved
     assert wait(fork(work(broken, resume=True), tmp_path / "out")) == 0
     ended, unbroken = (json.loads((d / "history.json").read_text())["history"] for d in (broken, whole))
     assert_same(without_times(ended), without_times(unbroken))
@@ -762,6 +769,84 @@ def test_a_search_reports_the_policy_without_a_workflow_beside_the_orders(
     assert not (tmp_path / "t" / "history.json").exists()  # nothing is in the way of a second try
 
 
+def test_another_baseline_is_judged_anew_and_under_the_searchs_own_rules(
+    cage2: ModuleType, shared: Path, tmp_path: Path
+) -> None:
+    """With Green, which the baseline's own training did not know, its return is another one."""
+    state = cage2.load_checkpoint(shared)
+    state["args"]["green"] = True
+    cage2.save_checkpoint(tmp_path / "green.pt", state)
+    plain = ROOT / "results" / "cage2_best.pt"
+    args = search_args(cage2, tmp_path / "s", tmp_path / "green.pt", n_workflows=1, baseline=str(plain))
+    assert cage2.search(args) is None
+
+    def saved() -> dict[str, Any]:
+        return json.loads((tmp_path / "s" / "history.json").read_text())
+
+    first = saved()
+    run = cage2.known_args(cage2.load_checkpoint(Path(first["history"][0]["checkpoint"]))["args"])
+    trained = cage2.known_args(cage2.load_checkpoint(plain)["args"])
+    assert (run.green, trained.green) == (True, False)
+    same = replace(trained, red_agent=run.red_agent, green=True, version=run.version, max_steps=run.max_steps,
+                   num_envs=1, eval_episodes=args.eval_episodes)  # fmt: skip
+    assert first["baseline"]["mean_return"] == cage2.judge(same, plain)["mean_return"]
+    other = cage2.load_checkpoint(plain)
+    other["agent"] = {name: 0.5 * tensor for name, tensor in other["agent"].items()}
+    cage2.save_checkpoint(tmp_path / "other.pt", other)
+    argv = ["search", "--resume", "--logdir", str(tmp_path / "s")]
+    assert cage2.main([*argv, "--baseline", str(tmp_path / "other.pt")]) == 0
+    second = saved()
+    assert second["args"]["baseline"] == str(tmp_path / "other.pt")
+    assert second["baseline"]["mean_return"] == cage2.judge(same, tmp_path / "other.pt")["mean_return"]
+    assert second["baseline"] != first["baseline"]
+    assert cage2.main(argv) == 0
+    assert saved()["baseline"] == second["baseline"]
+
+
+def test_an_order_whose_last_policy_is_not_on_the_disk_is_not_judged(
+    cage2: ModuleType, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save = cage2.save_checkpoint
+    monkeypatch.setattr(
+        cage2, "save_checkpoint", lambda path, state: state["counters"]["update"] == 0 and save(path, state)
+    )
+    argv = ["search", "--logdir", str(tmp_path / "s"), "--shared", str(shared), "--n-envs", "4", "--n-workflows", "1",
+            "--update-every-steps", "20", "--train-episodes-per-env", "12"]  # fmt: skip
+    assert cage2.main(argv) == 1
+    assert "the last checkpoint was not written; make room" in capsys.readouterr().err
+    assert json.loads((tmp_path / "s" / "history.json").read_text())["history"] == []
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '{"args": [], "history": []}', '{"args": {}}', '{"args"'])
+def test_a_history_of_another_form_is_named(cage2: ModuleType, tmp_path: Path, text: str) -> None:
+    (tmp_path / "history.json").write_text(text)
+    with pytest.raises(cage2.UsageError, match="is damaged"):
+        cage2.parse_search_args(["--resume", "--logdir", str(tmp_path)])
+
+
+def test_a_search_whose_script_has_lost_a_field_goes_on(cage2: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "history.json").write_text('{"args": {"n_start": 7, "gone": 1}, "history": []}')
+    assert cage2.parse_search_args(["--resume", "--logdir", str(tmp_path)]).n_start == 7
+
+
+def test_a_search_in_a_place_that_is_no_folder_is_refused(cage2: ModuleType, shared: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(cage2.UsageError, match="cannot be written"):
+        cage2.search(search_args(cage2, tmp_path / "file", shared))
+
+
+def test_an_orders_learning_rate_decays_whatever_the_shared_runs_did(cage2: ModuleType) -> None:
+    base = cage2.Args(workflow="any", anneal_lr=False)
+    assert cage2.order_args(cage2.SearchArgs(), base, 0).anneal_lr
+
+
+def test_the_schedule_counts_the_choices_from_1(cage2: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = [record(order, float(order)) for order in (0, 60, 119)]
+    calls = spy(monkeypatch, cage2, "srinivas_beta")
+    cage2.next_order(cage2.SearchArgs(gp_beta="srinivas"), history)
+    assert [given for given, _ in calls] == [(4,)]  # after three
+
+
 def test_a_rollout_in_which_no_episode_ends_has_no_compliance(cage2: ModuleType, tmp_path: Path) -> None:
     cage2.train(tiny_args(cage2, tmp_path / "run", workflow="any", max_steps=100, num_steps=20, total_timesteps=160))
     assert np.isnan(cage2.read_csv(tmp_path / "run" / "progress.csv")["rollout/compliance"]).all()
@@ -799,6 +884,20 @@ def test_play_tells_the_order_and_how_well_it_was_kept(
         summaries.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
     assert all(0 <= summary["compliance"] <= 1 for summary in summaries)
     assert summaries[0] != summaries[1]
+
+
+def test_a_game_of_one_step_can_be_drawn_and_no_fix_is_null_in_json(
+    cage2: ModuleType, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["play", "--logdir", str(tmp_path), "--checkpoint", str(shared), "--episodes", "1", "--red-agent", "sleep"]
+    assert cage2.main([*argv, "--max-steps", "1", "--save-gif"]) == 0
+    assert len(list(tmp_path.glob("gifs/run_*/*.gif"))) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert "NaN" not in last
+    assert json.loads(last)["compliance"] is None
+    assert cage2.main([*argv, "--max-steps", "3", "--render"]) == 0
+    shown = re.findall(r"Step (\d+) of 3", capsys.readouterr().out)
+    assert shown == ["0", "1", "2"]
 
 
 # ---- the shipped policies -------------------------------------------------------------------------------------------
