@@ -30,6 +30,7 @@ DIFFERENT = {
     "train": "how the environments are made",
     "learn": "frames, cuts and hints of the domain",
     "main": "one script can search too",
+    "describe": "Mario's minibatches grow",
     "explain": "a game of Mario's may last longer than the probe should",
     "PlayArgs": "each domain shows something else",
     "play": "each domain shows something else",
