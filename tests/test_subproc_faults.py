@@ -678,11 +678,11 @@ def test_a_replacement_that_cannot_be_made_ends_it(tmp_path: Path) -> None:
 
 
 class SlowEnv(CountEnv):
-    """Computes for half a second."""
+    """Computes for a quarter of a second."""
 
     def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
         start = time.process_time()
-        while time.process_time() < start + 0.5:
+        while time.process_time() < start + 0.25:
             pass
         return super().step(action)
 
