@@ -1125,19 +1125,18 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, int]:
     Raises UsageError if the folder holds another run, or the arguments would make the resumed run another one."""
     if args.resume and not Path(args.logdir or "").is_dir():
         raise UsageError(f"There is no run folder {args.logdir} to continue.")
-    try:
-        logdir = run_folder(args)
-        lock = lock_folder(logdir)
-    except OSError as error:
-        raise UsageError(f"The run folder {args.logdir or 'runs/'} cannot be written: {error.strerror}.") from None
-    try:
-        # Read only now: whoever else was in the folder may have written a newer one.
-        checkpoint = load_latest(logdir, args.device, repair=True) if args.resume else None
-        check_continuation(args, logdir, checkpoint)
-        write_config(args, logdir)
-    except BaseException:
-        os.close(lock)
-        raise
+    with contextlib.ExitStack() as undo:
+        try:
+            logdir = run_folder(args)
+            lock = lock_folder(logdir)
+            undo.callback(os.close, lock)
+            # Read only now: whoever else was in the folder may have written a newer one.
+            checkpoint = load_latest(logdir, args.device, repair=True) if args.resume else None
+            check_continuation(args, logdir, checkpoint)
+            write_config(args, logdir)
+        except OSError as error:
+            raise UsageError(f"The run folder {args.logdir or 'runs/'} cannot be written: {error.strerror}.") from None
+        undo.pop_all()  # all went well: the lock stays
     return logdir, checkpoint, lock
 
 
@@ -1166,10 +1165,7 @@ def write_config(args: Args, logdir: Path) -> None:
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
-    try:
-        (logdir / "config.json").write_text(json.dumps(config, indent=1))
-    except OSError as error:
-        raise UsageError(f"The run folder {logdir} cannot be written: {error.strerror}.") from None
+    (logdir / "config.json").write_text(json.dumps(config, indent=1))
 
 
 def train(args: Args) -> dict[str, Any]:
