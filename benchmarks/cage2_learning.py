@@ -82,7 +82,10 @@ def main() -> None:
             run = measure(logdir, options.episodes)
         except script.UsageError as error:  # no such checkpoint
             parser.error(str(error))
-        runs[f"{run['args']['version']}, seed {run['args']['seed']}"] = run
+        name = f"{run['args']['version']}, seed {run['args']['seed']}"
+        if name in runs:
+            parser.error(f"{logdir} is the second run of {name}: a page has one of each.")
+        runs[name] = run
     rows = []
     for name, run in runs.items():
         cells = run["evaluation"]["cells"]

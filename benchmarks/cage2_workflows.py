@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import io
 import json
 import math
@@ -79,9 +80,13 @@ def measure_table(shared: Path, second: Path | None, folder: Path, quick: bool) 
     args = script.SearchArgs(shared=str(shared))
     path = folder / f"cage2_workflows_{base.red_agent}.json"
     table: dict[str, Any] = {"machine": machine_info(["torch", "numpy", "numba"]), "version": base.version,
-                             "shared_timesteps": base.total_timesteps, "orders": []}  # fmt: skip
+                             "shared_timesteps": base.total_timesteps, "orders": [],
+                             "shared": hashlib.sha256(shared.read_bytes()).hexdigest()[:12]}  # fmt: skip
     if path.exists() and not quick:
-        table = json.loads(path.read_text())
+        stored = json.loads(path.read_text())
+        if any(stored.get(name, table[name]) != table[name] for name in ("version", "shared_timesteps", "shared")):
+            sys.exit(f"error: {path} is of another shared policy than {shared}; delete it to begin anew.")
+        table = stored
     for order in range(len(table["orders"]), len(ORDERS)):
         started, cpu = time.perf_counter(), time.process_time()
         if quick:
@@ -464,7 +469,7 @@ def write_page(folder: Path, replays: int) -> None:
             "regret": {red: {rule: curves.mean(0).tolist() for rule, curves in by_rule.items()}
                        for red, by_rule in regrets.items()}}  # fmt: skip
     draw(tables, regrets, folder / "cage2_workflows.png")
-    write_results("cage2_workflows", data, "\n".join(lines) + "\n" + machine_line(info), folder)
+    write_results("cage2_workflows", data, "\n".join(lines) + "\n" + machine_line(info, "Page written"), folder)
 
 
 def sharing_section(folder: Path) -> list[str]:

@@ -127,15 +127,19 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
 
 
-def machine_line(info: dict[str, Any]) -> str:
-    """Return `machine_info` as one sentence for the foot of a Markdown page, and note the load afterwards in it."""
+def machine_line(info: dict[str, Any], verb: str = "Measured") -> str:
+    """Return `machine_info` as one sentence for the foot of a Markdown page, and note the load afterwards in it.
+
+    Args:
+        verb: "Page written" for a page of what was measured earlier, about whose load this one says nothing.
+    """
     info["load_average_after"] = [round(load, 2) for load in os.getloadavg()]
     versions = ", ".join(f"{name} {version}" for name, version in info["packages"].items() if version)
     changes = " with uncommitted changes" if info["uncommitted_changes"] else ""
+    load = f"; load average {info['load_average'][0]} before, {info['load_average_after'][0]} after"
     return (
-        f"Measured {info['date']} at commit {info['commit']}{changes} on {info['cores']} cores of "
-        f"{info['cpu']}, {info['memory_gib']} GiB, Python {info['python']}, {versions}; "
-        f"load average {info['load_average'][0]} before, {info['load_average_after'][0]} after.\n"
+        f"{verb} {info['date']} at commit {info['commit']}{changes} on {info['cores']} cores of {info['cpu']}, "
+        f"{info['memory_gib']} GiB, Python {info['python']}, {versions}{load if verb == 'Measured' else ''}.\n"
     )
 
 

@@ -17,11 +17,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import sys
 from typing import Any
 
 import numpy as np
 
+import ppo_continuous_mujoco as script
+from benchmarks.arguments import is_current, set_aside_if_changed
 from benchmarks.common import QUICK_RESULTS, RESULTS, ROOT, machine_info, machine_line, markdown_table, write_results
 from benchmarks.seeds import Run, UsageError, run_all
 from envs.queueing import TwoQueueEnv
@@ -85,13 +88,20 @@ def main() -> None:
         for name, words in VARIANTS.items()
     }  # fmt: skip
     if not options.report:
+        if options.quick:  # else the second time would show nothing
+            shutil.rmtree(folder, ignore_errors=True)
+        for run in [run for group in runs.values() for run in group]:
+            set_aside_if_changed(script, run.command, run.logdir)
         try:
             code = run_all([run for group in runs.values() for run in group], options.jobs)
         except UsageError as error:
             sys.exit(f"error: {error}")
         if code:
             sys.exit(code)
-    finished = {name: [read_run(run) for run in group if run.is_finished()] for name, group in runs.items()}
+    finished = {
+        name: [read_run(run) for run in group if is_current(script, run.command, run.logdir) and run.is_finished()]
+        for name, group in runs.items()
+    }
     finished = {name: group for name, group in finished.items() if group}
     if not finished:
         sys.exit("error: no run is finished yet, so there is nothing to report.")
@@ -118,7 +128,7 @@ def main() -> None:
     page += markdown_table(header, rows) + "\n"
     data = {"machine": info, "backlog": bounds, "variants": finished}
     results = QUICK_RESULTS if options.quick else RESULTS
-    write_results("continuing", data, page + machine_line(info), results)
+    write_results("continuing", data, page + machine_line(info, "Page written"), results)
     print(json.dumps({"results": str(results / "continuing.md")}))
 
 

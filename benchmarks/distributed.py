@@ -641,8 +641,9 @@ def train_curve(name: str, seed: int) -> dict[str, list[float]]:
     """Train, go on with what was stopped, or find what is finished; returns the logged columns."""
     ranks, flags = CURVE_RUNS[name]
     logdir = CURVES / f"seed_{seed}_{name.replace(', ', '_').replace(' ', '_')}"
-    begun = (logdir / "progress.csv").exists()
-    steps = columns(logdir / "progress.csv")["global_step"] if begun else [0]
+    begun, progress_csv = (logdir / "latest.pt").exists(), logdir / "progress.csv"
+    logged = progress_csv.exists() and progress_csv.stat().st_size > 0  # a run may be stopped before its first row
+    steps = columns(progress_csv)["global_step"] if logged else [0]
     if steps[-1] + steps[0] <= TOTAL_TIMESTEPS:  # another batch fits in
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}",
                    "ppo_continuous_mujoco.py", *CURVE_FLAGS, *flags, "--seed", str(seed), "--logdir", str(logdir),

@@ -31,6 +31,7 @@ import numpy as np
 import torch
 
 import ppo_atari_mario as mario
+from benchmarks.arguments import is_current, set_aside_if_changed
 from benchmarks.common import (
     CORES,
     QUICK_RESULTS,
@@ -142,6 +143,8 @@ def report(folder: Path = RESULTS) -> None:
         if (variant == "quick") is not (folder == QUICK_RESULTS):
             continue
         words = command(args["env_id"], args["backend"], variant)
+        if not is_current(mario, words, logdir):
+            continue  # its variant means something else today
         group = groups.setdefault(f"{args['env_id']} {args['backend']} {variant}", {"seeds": {}})
         group["command"] = "python " + " ".join(words)
         group["seeds"][str(args["seed"])] = read_run(logdir)
@@ -178,7 +181,7 @@ def report(folder: Path = RESULTS) -> None:
                              if words and name != "quick")  # fmt: skip
     info = machine_info(["torch", "numpy", "gym-super-mario-bros", "nes-py", "stable-retro"])
     cpus = sorted({result["final"]["cpu"] for group in groups.values() for result in group["seeds"].values()})
-    page += f"\n\n![curves](mario_learning.png)\n\nRuns on {' and '.join(cpus)}. The page: {machine_line(info)}"
+    page += f"\n\n![curves](mario_learning.png)\n\nRuns on {' and '.join(cpus)}. {machine_line(info, 'Page written')}"
     write_results("mario_learning", {"machine": info, "groups": groups}, page, folder)
     if groups:
         curves = {
@@ -206,6 +209,10 @@ def main() -> None:
         words = command(options.env_id, options.backend, options.variant)
         words += ["--num-workers", cores, "--torch-threads", cores]
         runs = [Run(words, seed, FOLDER / f"{name}-{seed}") for seed in options.seeds]
+        for run in runs:
+            if options.quick:  # else the second time would show nothing
+                shutil.rmtree(run.logdir, ignore_errors=True)
+            set_aside_if_changed(mario, words, run.logdir)
         try:
             code = run_all(runs, options.jobs)
         except UsageError as error:

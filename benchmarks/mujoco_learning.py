@@ -19,11 +19,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,8 @@ from typing import Any
 import matplotlib.figure
 import numpy as np
 
+import ppo_continuous_mujoco as script
+from benchmarks.arguments import args_of_command, args_of_run, set_aside_if_changed
 from benchmarks.common import (
     QUICK_RESULTS,
     RESULTS,
@@ -42,7 +44,7 @@ from benchmarks.common import (
     write_results,
 )
 from benchmarks.seeds import Run, number, statistics_of, with_interval
-from ppo_continuous_mujoco import RESUMABLE, Args, known_args, parse_args, read_csv
+from ppo_continuous_mujoco import read_csv
 
 FOLDER = ROOT / "runs" / "learning"
 # task -> (preset, best published PPO return at 1 M steps that we know, its source); older task versions, a guide only
@@ -67,23 +69,6 @@ def command(task: str, steps: int, seed: int) -> list[str]:
     return ["ppo_continuous_mujoco.py", *flags]
 
 
-def learning_args(args: Args) -> dict[str, Any]:
-    """Those that decide what is learnt, as JSON keeps them: not the seed, nor what a resumed run may change, steps
-    aside."""
-    values = json.loads(json.dumps(asdict(args)))
-    return {name: values[name] for name in values if name == "total_timesteps" or name not in RESUMABLE | {"seed"}}
-
-
-def args_of_task(task: str, steps: int) -> dict[str, Any]:
-    """The arguments that decide what a run of the task learns today."""
-    return learning_args(parse_args(command(task, steps, 1)[1:]))
-
-
-def args_of(logdir: Path) -> dict[str, Any]:
-    """Those of a run. Arguments that the script has gained since get their defaults, which change nothing."""
-    return learning_args(known_args(json.loads((logdir / "config.json").read_text())["args"]))
-
-
 def is_finished(logdir: Path) -> bool:
     return (logdir / "config.json").exists() and Run([], 0, logdir).is_finished()
 
@@ -91,8 +76,7 @@ def is_finished(logdir: Path) -> bool:
 def run(task: str, steps: int, seed: int, workers: int) -> None:
     """Start, resume or skip one run of ours; a run with other arguments than the task has today is moved aside."""
     logdir = FOLDER / f"{task}-{steps}-{seed}"
-    if (logdir / "config.json").exists() and args_of(logdir) != args_of_task(task, steps):
-        logdir.rename(f"{logdir}.old-{time.strftime('%Y%m%d-%H%M%S')}")
+    set_aside_if_changed(script, command(task, steps, 1), logdir)
     if is_finished(logdir):
         return
     if (logdir / "latest.pt").exists():
@@ -142,13 +126,13 @@ def read_run(logdir: Path) -> dict[str, Any]:
 def merge(stored: dict[str, Any], task: str, steps: int) -> dict[str, Any]:
     """{"command", "args", "seeds": {seed: run}, "sb3_seeds": {seed: run}} of a task: the stored runs and the finished
     ones, of ours those that had `args`."""
-    args, before = args_of_task(task, steps), stored.get("args", {})
+    args, before = args_of_command(script, command(task, steps, 1)), stored.get("args", {})
     # An argument that was added or removed since then changes nothing.
     same = stored and all(args[name] == before[name] for name in args.keys() & before.keys())
     seeds = stored["seeds"] if same else {}
     for config in FOLDER.glob(f"{task}-{steps}-*/config.json"):
         logdir = config.parent
-        if is_finished(logdir) and args_of(logdir) == args:
+        if is_finished(logdir) and args_of_run(script, logdir) == args:
             seeds[str(json.loads(config.read_text())["args"]["seed"])] = read_run(logdir)
     peers = stored.get("sb3_seeds", {})
     for finished in FOLDER.glob(f"sb3-{task}-{steps}-*/seconds.txt"):
@@ -195,7 +179,7 @@ def report(steps: int, folder: Path = RESULTS) -> None:
     page += markdown_table(header, rows)
     info = machine_info(["torch", "gymnasium", "mujoco", "numpy"])
     cpus = sorted({run["cpu"] for result in tasks.values() for run in result["seeds"].values()})
-    page += f"\n![curves]({name}.png)\n\nRuns on {' and '.join(cpus)}. The page: {machine_line(info)}"
+    page += f"\n![curves]({name}.png)\n\nRuns on {' and '.join(cpus)}. {machine_line(info, 'Page written')}"
     write_results(name, {"machine": info, "tasks": tasks}, page, folder)
     if tasks:
         draw(tasks, folder / f"{name}.png")
@@ -238,6 +222,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.quick:
         options.tasks, options.seeds, options.steps = ["HalfCheetah-v5"], [1], 200_000
+        if not options.report:  # else the second time would show nothing
+            shutil.rmtree(FOLDER / f"HalfCheetah-v5-{options.steps}-1", ignore_errors=True)
     if not options.report:
         threads = 2 if options.jobs == 1 else 1
         jobs = [partial(run, task, options.steps, seed, threads) for seed in options.seeds for task in options.tasks]

@@ -21,6 +21,7 @@ import itertools
 import json
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -236,7 +237,12 @@ def report(runs: list[Run], metric: str, folder: Path, name: str) -> None:
         seeds_are = "1 seed is" if fewest == 1 else f"{fewest} seeds are"
         page += f"**{seeds_are} few: intervals over fewer than {FEW_SEEDS} are too narrow; look at each seed.** "
     page += f"The best evaluation of a run is the maximum of its curve.\n\n![curves]({name}.png)\n\n"
-    write_results(name, {"machine": info, "metric": metric, "commands": commands}, page + machine_line(info), folder)
+    write_results(
+        name,
+        {"machine": info, "metric": metric, "commands": commands},
+        page + machine_line(info, "Page written"),
+        folder,
+    )
     draw(by_command, metric, folder / f"{name}.png")
     print(f"{folder / name}.md, .json, .png")
 
@@ -276,6 +282,8 @@ def parse(argv: list[str]) -> tuple[argparse.Namespace, list[list[str]]]:
     if options.quick:
         options.seeds, options.folder = [1, 2], ROOT / "runs" / "bench" / "seeds"
         commands = [["ppo_continuous_mujoco.py", "--configs", "debug", "--env-id", "InvertedPendulum-v5"]]
+        if not options.report:  # else the second time would show nothing
+            shutil.rmtree(options.folder, ignore_errors=True)
     if not commands or not all(commands):
         raise UsageError("Name a command after --, as in: --seeds 1 2 3 -- ppo_continuous_mujoco.py --configs hopper.")
     for command in commands:
