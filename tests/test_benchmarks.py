@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import common, compare
+import ppo_atari_mario
+from benchmarks import arguments, common, compare
 from tests.conftest import ROOT
 
 BENCHMARKS = re.findall(r"^BENCHMARKS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
@@ -50,6 +53,33 @@ def test_the_foot_of_a_page_names_commit_versions_and_load() -> None:
     assert "no-such-package" not in line
     assert f"commit {info['commit']}" in line
     assert f"load average {info['load_average'][0]} before, {info['load_average_after'][0]} after" in line
+
+
+def test_a_page_of_what_was_measured_earlier_says_nothing_about_the_load() -> None:
+    line = common.machine_line(common.machine_info(["numpy"]), "Page written")
+    assert line.startswith("Page written 2")
+    assert "load" not in line
+
+
+def test_a_run_of_other_arguments_than_todays_is_set_aside(tmp_path: Path) -> None:
+    words = ["ppo_atari_mario.py", "--ent-coef", "0.02"]
+    args = ppo_atari_mario.parse_args(words[1:])
+    # what a resumed run may change, the seed and the CPU make no other run
+    of_another_machine = {"seed": 7, "num_workers": 5, "amp": not args.amp, "logdir": "elsewhere"}
+
+    def store(name: str, **values: Any) -> Path:
+        logdir = tmp_path / name
+        logdir.mkdir()
+        (logdir / "config.json").write_text(json.dumps({"args": dataclasses.asdict(args) | values}))
+        arguments.set_aside_if_changed(ppo_atari_mario, words, logdir)
+        return logdir
+
+    assert arguments.is_current(ppo_atari_mario, words, store("same", **of_another_machine))
+    for name, value in {"gamma": 0.9, "total_timesteps": 20_000, "ent_coef": 0.01}.items():
+        assert not store(name, **{name: value}).exists()
+        assert len(list(tmp_path.glob(f"{name}.old-*/config.json"))) == 1
+    arguments.set_aside_if_changed(ppo_atari_mario, words, tmp_path / "nowhere")
+    assert not arguments.is_current(ppo_atari_mario, words, tmp_path / "nowhere")
 
 
 def assert_can_be_compared(rows: list[dict[str, Any]]) -> None:
