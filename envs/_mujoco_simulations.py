@@ -80,6 +80,11 @@ class Simulations:
         self.qpos, self.qvel = self.motion[:, : model.nq], self.motion[:, model.nq :]
         self.ctrl = self.state[:, ctrl : ctrl + model.nu]
 
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "Simulations live in C memory and cannot be copied or pickled: use get_state() and set_state()."
+        )
+
     def _view(self, address: int, shape: tuple[int, ...]) -> Array:
         pointer = ctypes.cast(address, ctypes.POINTER(ctypes.c_double))
         return np.ctypeslib.as_array(pointer, (self.num, *shape))

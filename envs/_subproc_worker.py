@@ -50,6 +50,7 @@ PARENT_CHECK_SECONDS = 1.0
 
 give_way = getattr(os, "sched_yield", lambda: None)  # leaves this core to another process that wants it
 
+PARENTS_SIGNALS = {getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}
 Requests = list[tuple[int, Any]]  # (environment index, arguments)
 Results = list[tuple[int, Any]]  # (environment index, result)
 
@@ -105,13 +106,14 @@ def poll(semaphore: Semaphore) -> bool:
 
 def worker_main(setup: WorkerSetup) -> None:
     """Construct the environments, attach to the shared memory, and obey commands until the parent says close."""
-    watch_parent()
     # Ctrl-C, SIGTERM and the end of a terminal often reach the whole process group. What they mean is for the parent
     # to decide, which may want one more step and every environment's state for a checkpoint; so here they do nothing.
     # (Handlers rather than SIG_IGN, because programs that environments start would inherit SIG_IGN.)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), lambda *_: None)
+    for number in PARENTS_SIGNALS:
+        signal.signal(number, lambda *_: None)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)  # see `hold_signals`
+    watch_parent()
     faulthandler.enable(setup.crash_pipe.fileno(), all_threads=False)
     if hasattr(faulthandler, "register"):
         faulthandler.register(signal.SIGUSR1, setup.crash_pipe.fileno(), all_threads=False)

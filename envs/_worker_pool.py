@@ -15,7 +15,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, reduction, util
 from typing import Any
 
@@ -27,6 +27,7 @@ from envs._subproc_worker import (
     COMMAND,
     IDLE,
     MESSAGE,
+    PARENTS_SIGNALS,
     PICKLED,
     REPLY,
     RUNNING,
@@ -107,11 +108,12 @@ class Worker:
         )
         name = f"SubprocVecEnv-worker-{self.index}"
         self.process = context.Process(target=worker_main, args=(setup,), name=name, daemon=daemon)
-        with clear_mpi_env_vars():
-            self.process.start()
-        worker_pipe.close()
-        worker_crash_pipe.close()
-        self.started = True
+        with hold_signals() if method == "fork" else contextlib.nullcontext():
+            with clear_mpi_env_vars():
+                self.process.start()
+            worker_pipe.close()
+            worker_crash_pipe.close()
+            self.started = True
 
     def end(self) -> tuple[int | None, str]:
         """Kill the process if it still runs, and let go of it; return its exit code and its last words."""
@@ -131,8 +133,24 @@ class Worker:
         return exit_code, trace.decode(errors="replace")
 
 
+@contextlib.contextmanager
+def hold_signals() -> Iterator[None]:
+    """Let Ctrl-C and the like wait a moment. In the middle of a fork Python would drop the parent's, and the child,
+    which ignores them as soon as it can, would die of its own. The child inherits this, and ends it when it has begun.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def limit_waits(pipe: connection.Connection, seconds: float) -> None:
     """Let a read or write at this end raise BlockingIOError after so long: the other process may have been stopped."""
+    seconds = min(seconds, 2.0**31)
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=os.dup(pipe.fileno())) as end:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

@@ -10,6 +10,7 @@ rewards are points.
 """
 
 import importlib.util
+import operator
 from typing import Any
 
 import gymnasium as gym
@@ -92,6 +93,10 @@ class AtariGame(gym.Wrapper):
         self._frames = np.zeros((frame_stack, SIDE, SIDE), np.uint8)
         self._lives = 0
 
+    @property
+    def spec(self) -> None:  # type: ignore[override]
+        """None: that of the game inside would make another environment."""
+
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
         """Start a game, and a ball where the game waits for that."""
         frame, info = self.env.reset(**kwargs)
@@ -102,8 +107,15 @@ class AtariGame(gym.Wrapper):
         return self._frames.copy(), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
-        """Hold an action for `skip` frames. When that costs a life, the next life begins as a game does."""
-        frame, reward, terminated, truncated, info = self.env.step(int(action))
+        """Hold an action for `skip` frames. When that costs a life, the next life begins as a game does.
+
+        Raises:
+            ValueError: it is none of the game's actions.
+        """
+        count = int(self.action_space.n)  # type: ignore[attr-defined]
+        number = operator.index(action) if isinstance(action, int | np.integer | np.ndarray) else -1
+        _require(0 <= number < count, f"action {action}: this game takes the integers 0 to {count - 1}")
+        frame, reward, terminated, truncated, info = self.env.step(number)
         life_lost = info["lives"] < self._lives
         self._lives = info["lives"]
         if life_lost and self._begins_with_fire and not (terminated or truncated):

@@ -11,6 +11,7 @@ the noise of every reset, comes from one instance made by `gymnasium.make`.
 
 import difflib
 import os
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,22 +28,24 @@ from gymnasium.vector.utils import batch_space
 from envs._mujoco_simulations import Array, Simulations
 from envs._mujoco_tasks import TASKS, Infos
 
+_one_at_a_time = threading.RLock()  # the process has one handler of MuJoCo's warnings
+
 
 @contextmanager
 def without_deprecation_note() -> Iterator[None]:
     """Drop MuJoCo's note, on the screen and in a file MUJOCO_LOG.TXT in the working folder, that the model of
     HalfCheetah uses `settotalmass`: Gymnasium's model, not the user's. Other messages become warnings."""
-
-    def pass_on(message: str) -> None:
+    messages: list[str] = []
+    with _one_at_a_time:
+        previous = mujoco.get_mju_user_warning()
+        mujoco.set_mju_user_warning(messages.append)
+        try:
+            yield
+        finally:
+            mujoco.set_mju_user_warning(previous)
+    for message in messages:  # only now: where warnings are errors, they cannot pass through MuJoCo's code
         if "settotalmass" not in message:
             warnings.warn(message, stacklevel=2)
-
-    previous = mujoco.get_mju_user_warning()
-    mujoco.set_mju_user_warning(pass_on)
-    try:
-        yield
-    finally:
-        mujoco.set_mju_user_warning(previous)
 
 
 class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
@@ -81,6 +84,9 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
             num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         if num_envs < 1 or num_threads < 1:
             raise ValueError(f"num_envs={num_envs} and num_threads={num_threads} must both be at least 1.")
+        if str(make_kwargs.get("render_mode")).endswith("_list"):
+            raise ValueError(f"render_mode={make_kwargs['render_mode']!r} would collect the frames of steps that this "
+                             "environment does not make one by one: use 'rgb_array'.")  # fmt: skip
         with without_deprecation_note():
             self._template = gym.make(env_id, **{"render_mode": "rgb_array", **make_kwargs})
         env: Any = self._template.unwrapped
@@ -166,6 +172,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
             sims.compute_contact_forces(ids)
         before, self._position = self._position, task.position()
         rewards, terminations, info = task.score(actions, before, self._position)
+        rewards = rewards.astype(np.float64, copy=False)  # whatever the actions were
         self._elapsed += 1
         truncations = self._elapsed >= self._time_limit
         if begins is not None:

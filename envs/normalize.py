@@ -129,8 +129,9 @@ class NormalizeObservation(_SaveableWrapper):
         return _clip(scaled, self.clip).astype(np.float32)
 
     def reset(self, *, seed=None, options=None):
+        begun = (options or {}).get("reset_mask", slice(None))  # read now, for Gymnasium takes it out
         obs, infos = self.env.reset(seed=seed, options=options)
-        self._count(obs)
+        self._count(obs[begun])
         return self.normalize(obs), infos
 
     def step(self, actions):

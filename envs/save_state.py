@@ -122,7 +122,10 @@ def get_vector_state(vec_env: VectorEnv) -> Any:
             return None
     if vec_env.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
         return None
-    states = list(vec_env.get_attr("state"))  # type: ignore[attr-defined]
+    if not hasattr(vec_env, "get_attr"):  # a vector wrapper of Gymnasium's
+        warnings.warn(f"{vec_env} cannot be saved, because it lacks get_state() and set_state(state).", stacklevel=2)
+        return None
+    states = list(vec_env.get_attr("state"))
     return None if any(state is None for state in states) else states
 
 

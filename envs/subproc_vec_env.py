@@ -79,7 +79,7 @@ class SubprocVecEnv(VectorEnv):
             earlier `set_attr`s. A worker lost in `reset` raises if a mask spares some of its environments, whose
             episodes nobody could then end; so does one lost again and again, 4 times, without finishing a step.
         episode_statistics: add "episode": {"r": return, "l": length} to an episode's last info (that is in
-            `final_info` under SAME_STEP), unless the environment did.
+            `final_info` under SAME_STEP), unless the environment did, or was lost with its worker.
 
     Raises:
         TypeError, ValueError: for arguments or spaces that cannot be served.

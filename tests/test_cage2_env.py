@@ -1,11 +1,14 @@
 """Cage2VecEnv and Cage2Env as environments: contract, determinism, draws, state, errors, invariants."""
 
+import copy
 import os
+import pickle
 import re
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -177,6 +180,35 @@ def test_arrays_are_fresh_and_the_true_state_is_a_live_read_only_view() -> None:
     assert (true_state["red_access"] != before).any()
     with pytest.raises(ValueError, match="read-only"):
         true_state["red_access"][0, 0] = 2
+
+
+@pytest.mark.parametrize("clone", [copy.deepcopy, lambda env: pickle.loads(pickle.dumps(env))], ids=["copy", "pickle"])
+def test_the_true_state_of_a_copy_is_the_copys_own(clone: Callable[[Any], Any]) -> None:
+    env = Cage2VecEnv(2, seed=0)
+    env.reset()
+    for _ in range(3):
+        env.step([0, 0])
+    other = clone(env)
+    for _ in range(2):
+        other.step([0, 0])
+    assert other.true_state()["steps"].tolist() == [5, 5]
+    assert env.true_state()["steps"].tolist() == [3, 3]
+    assert np.shares_memory(other.draws, other._states)
+
+
+def test_a_state_saved_before_the_first_reset_still_asks_for_it() -> None:
+    env = Cage2VecEnv(2, seed=0)
+    env.set_state(env.get_state())
+    with pytest.raises(ResetNeeded):
+        env.step([0, 0])
+    env.reset()
+    env.set_state(env.get_state())
+    env.step([0, 0])
+
+
+def test_a_reset_by_mask_is_refused() -> None:
+    with pytest.raises(ValueError, match="reset_mask"):
+        Cage2VecEnv(2, seed=0).reset(options={"reset_mask": np.array([True, False])})
 
 
 def test_true_state_follows_the_game() -> None:

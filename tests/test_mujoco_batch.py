@@ -1,10 +1,13 @@
 """MujocoBatchVecEnv is Gymnasium's SyncVectorEnv to the last bit, and behaves when things go wrong."""
 
+import copy
 import gc
 import os
 import pickle
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -324,6 +327,8 @@ def test_mistakes_are_answered_in_one_sentence() -> None:
         MujocoBatchVecEnv("Hopper-v5", 0)
     with pytest.raises(ValueError, match="num_threads=-1"):
         MujocoBatchVecEnv("Hopper-v5", 2, -1)
+    with pytest.raises(ValueError, match="use 'rgb_array'"):
+        MujocoBatchVecEnv("Hopper-v5", 2, render_mode="rgb_array_list")
     envs = MujocoBatchVecEnv("Hopper-v5", 2, 1)
     with pytest.raises(ResetNeeded):
         envs.step(np.zeros((2, 3)))
@@ -344,6 +349,42 @@ def test_mistakes_are_answered_in_one_sentence() -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
+def test_simulations_cannot_be_copied_or_pickled() -> None:
+    """A copy would step the original's robots, and read freed memory when that is gone."""
+    env = MujocoBatchVecEnv("InvertedPendulum-v5", 2)
+    for how in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match=r"use get_state\(\) and set_state\(\)"):
+            how(env._sims)
+    with pytest.raises(TypeError, match="live in C memory"):
+        copy.deepcopy(env)
+    env.close()
+
+
+def test_rewards_are_float64_whatever_the_actions_are() -> None:
+    env = MujocoBatchVecEnv("HalfCheetah-v5", 2)
+    env.reset(seed=0)
+    for dtype in (np.float16, np.float32, np.longdouble, np.int8):
+        assert env.step(np.zeros((2, 6), dtype))[1].dtype == np.float64
+    env.close()
+
+
+def test_handlers_of_warnings_are_put_back_when_threads_make_environments_at_once() -> None:
+    before = mujoco.get_mju_user_warning()
+    inside = threading.Event()
+
+    def first() -> None:
+        with without_deprecation_note():
+            inside.set()
+            time.sleep(0.2)
+
+    thread = threading.Thread(target=first)
+    thread.start()
+    inside.wait()
+    with without_deprecation_note():  # waits for the other
+        thread.join()
+    assert mujoco.get_mju_user_warning() is before
+
+
 def test_close_and_garbage_collection_end_the_threads() -> None:
     def num_threads() -> int:
         return len(os.listdir("/proc/self/task"))

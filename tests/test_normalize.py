@@ -222,6 +222,16 @@ def test_the_scale_does_not_depend_on_when_environments_reset(mode: AutoresetMod
         np.testing.assert_equal(wrapped.statistics.get_state(), reference.get_state())
 
 
+def test_a_reset_by_mask_counts_the_first_observations_alone() -> None:
+    env = NormalizeObservation(
+        SyncVectorEnv([lambda: gym.make("InvertedPendulum-v5")] * 3, autoreset_mode=AutoresetMode.DISABLED)
+    )
+    env.reset(seed=0)
+    before = env.own_state()["count"]
+    env.reset(options={"reset_mask": np.array([False, True, False])})
+    assert env.own_state()["count"] == before + 1
+
+
 def test_a_reset_starts_new_sums_where_it_resets() -> None:
     wrapped = NormalizeReward(SyncVectorEnv([lambda: gym.make("TwoQueue-v0")] * NUM_ENVS), 0.9)
     wrapped.reset(seed=1)

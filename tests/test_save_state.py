@@ -17,6 +17,7 @@ import torch
 from gymnasium import wrappers
 from gymnasium.envs.mujoco.inverted_pendulum_v5 import InvertedPendulumEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
+from gymnasium.wrappers import vector as vector_wrappers
 
 from envs._subproc_worker import NoState
 from envs.save_state import SaveState, get_vector_state, make, set_vector_state
@@ -237,3 +238,11 @@ def test_a_fault_in_get_state_is_not_taken_for_a_missing_one(vector: Any) -> Non
     with pytest.raises(TypeError, match="has no len"):
         get_vector_state(vec_env)
     vec_env.close()
+
+
+def test_a_vector_wrapper_without_a_state_is_said_and_has_none() -> None:
+    vec_env = SyncVectorEnv([partial(make, "Poison-v0")] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
+    wrapped = vector_wrappers.RecordEpisodeStatistics(vec_env)
+    with pytest.warns(UserWarning, match=r"cannot be saved, because it lacks get_state\(\)"):
+        assert get_vector_state(wrapped) is None
+    wrapped.close()

@@ -533,6 +533,24 @@ def test_a_signal_to_the_whole_group_is_the_parents_to_handle(tmp_path: Path, nu
     assert not wait_until_dead(pids, 0.5)
 
 
+def test_ctrl_c_in_the_middle_of_a_fork_is_not_lost() -> None:
+    """Python prints and drops what is raised in its hooks around fork(), so the signal has to wait."""
+    code = (
+        "import os, signal\n"
+        "from envs.subproc_vec_env import SubprocVecEnv\n"
+        "from tests.test_subproc_vec_env import CountEnv\n"
+        "os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGINT))\n"
+        "try:\n"
+        "    SubprocVecEnv([CountEnv] * 2, 2, context='fork')\n"
+        "except KeyboardInterrupt:\n"
+        "    print('interrupted')\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.stdout, done.stderr, done.returncode) == ("interrupted\n", "", 0)
+
+
 @pytest.mark.parametrize("env", ["CountEnv", "SleepEnv"])
 def test_ctrl_c_that_nobody_handles_ends_everything_in_time(tmp_path: Path, env: str) -> None:
     process = start_script(tmp_path, "while True:\n    envs.step([0] * 6)", env)

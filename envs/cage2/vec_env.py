@@ -107,10 +107,17 @@ class Cage2VecEnv(VectorEnv):
         self.render_mode = render_mode
         self._state_in_info = state_in_info
         self._free_tape = simulator.free_tape(self.num_envs)
-        self._true_state = {name: self._read_only(name) for name in TRUE_STATE}
-        self._draws = self._read_only("draws")
+        self._make_views()
         self._needs_reset = True
         self._seed(simulator.system_seed() if seed is None else seed)
+
+    def _make_views(self) -> None:
+        self._true_state = {name: self._read_only(name) for name in TRUE_STATE}
+        self._draws = self._read_only("draws")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._make_views()  # a copied or unpickled view is an array of its own
 
     def _read_only(self, name: str) -> np.ndarray:
         field = self._states["sessions" if name == "red_sessions" else name]
@@ -151,7 +158,12 @@ class Cage2VecEnv(VectorEnv):
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start an episode everywhere; `options={"red_agent": name or names}` sets their red agents."""
+        """Start an episode everywhere; `options={"red_agent": name or names}` sets their red agents.
+
+        Raises ValueError for options["reset_mask"]: each episode is restarted in its last step.
+        """
+        if "reset_mask" in (options or {}):
+            raise ValueError("Cage2VecEnv restarts each episode in its last step: leave options['reset_mask'] out.")
         if seed is not None:
             self._seed(seed)
         chosen = (options or {}).get("red_agent")
@@ -229,7 +241,7 @@ class Cage2VecEnv(VectorEnv):
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a state saved by an environment with the same settings."""
         load_states(self._states, state)
-        self._needs_reset = False
+        self._needs_reset = not self._states["sessions"].any()  # in every game that has begun, Red has a foothold
 
     def render(self) -> tuple[Any, ...] | None:
         """A text or picture of every environment, in the constructor's `render_mode`."""
