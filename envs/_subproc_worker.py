@@ -111,8 +111,6 @@ def worker_main(setup: WorkerSetup) -> None:
     # (Handlers rather than SIG_IGN, because programs that environments start would inherit SIG_IGN.)
     for number in PARENTS_SIGNALS:
         signal.signal(number, lambda *_: None)
-    if hasattr(signal, "pthread_sigmask"):
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)  # see `hold_signals`
     watch_parent()
     faulthandler.enable(setup.crash_pipe.fileno(), all_threads=False)
     if hasattr(faulthandler, "register"):

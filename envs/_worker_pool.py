@@ -14,6 +14,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, reduction, util
@@ -135,17 +136,24 @@ class Worker:
 
 @contextlib.contextmanager
 def hold_signals() -> Iterator[None]:
-    """Let Ctrl-C and the like wait a moment. In the middle of a fork Python would drop the parent's, and the child,
-    which ignores them as soon as it can, would die of its own. The child inherits this, and ends it when it has begun.
+    """Let Ctrl-C and the like wait a moment: in the middle of a fork Python would drop what the parent's handler
+    raises, and the child would die of a signal that it is to ignore as soon as it has begun.
+
+    Masks would not do, because other threads (of a BLAS, say) take the signals then. Handlers belong to the main
+    thread; what is forked elsewhere is not protected.
     """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, PARENTS_SIGNALS)
+    received: list[int] = []
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        known = [number for number in PARENTS_SIGNALS if signal.getsignal(number) is not None]  # None: one in C
+        before = {number: signal.signal(number, lambda number, frame: received.append(number)) for number in known}
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in received:
+            signal.raise_signal(number)
 
 
 def limit_waits(pipe: connection.Connection, seconds: float) -> None:
