@@ -640,7 +640,8 @@ def evaluate(
     device = next(agent.parameters()).device
     generator = torch.Generator(device).manual_seed(seed)
     space: Any = vec_env.single_action_space
-    limit = (vec_env.spec and vec_env.spec.max_episode_steps) or 1000
+    unwrapped: Any = vec_env.unwrapped
+    limit = (unwrapped.spec or unwrapped.envs[0].spec).max_episode_steps or 1000  # SyncVectorEnv itself has no spec
     rewards_of_steps, lengths = [], np.zeros(num_envs, dtype=int)
     running = np.ones(num_envs, dtype=bool)  # only the first episode of each environment counts
     frames: list[Any] = []

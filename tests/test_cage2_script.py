@@ -92,7 +92,7 @@ def test_the_document_preset_has_the_documents_sizes(cage2: ModuleType) -> None:
         (["--init-from", str(BEST), "--hidden-sizes", "8"], [str(BEST), "of other inputs, actions or layers"]),
         (["--alignment", "10"], ["--alignment 10.0 needs a --workflow"]),
         (["--min-episodes", "3"], ["--min-episodes 3 needs a --workflow"]),
-        (["--workflow", "any", "--alignment", "inf"], ["--alignment", "finite"]),
+        (["--workflow", "any", "--alignment", "inf"], ["--alignment", "below 1e38", "inf"]),
     ],
 )
 def test_wrong_values_are_refused_in_one_sentence(
