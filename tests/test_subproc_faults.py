@@ -539,6 +539,7 @@ def test_ctrl_c_in_the_middle_of_a_fork_is_not_lost() -> None:
         "import os, signal\n"
         "from envs.subproc_vec_env import SubprocVecEnv\n"
         "from tests.test_subproc_vec_env import CountEnv\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # else ignored where tests run in the background
         "os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGINT))\n"
         "try:\n"
         "    SubprocVecEnv([CountEnv] * 2, 2, context='fork')\n"
