@@ -241,6 +241,14 @@ def require(values: Any, condition: str, holds: Callable[[Any], bool], *names: s
             raise UsageError(f"{flag(name)} must be {condition}, not {value}.")
 
 
+def require_flag(values: Any, needed: str, *names: str) -> None:
+    """Raise UsageError for the first of the named values that is not the default, if `needed` is off: it would do
+    nothing."""
+    for name in names:
+        if getattr(values, name) != getattr(type(values), name) and not getattr(values, needed):
+            raise UsageError(f"{flag(name)} needs {flag(needed)}.")
+
+
 def world_size() -> int:
     """The number of processes of this run: torchrun sets the variable (docs/distributed.md)."""
     return int(os.environ.get("WORLD_SIZE", 1))
@@ -1391,7 +1399,7 @@ def learn(
                "episodes": [env_obs, episode_returns, episode_lengths]}  # fmt: skip
         state = {"format": FORMAT, "args": asdict(args), "counters": asdict(counters), "agent": agent.state_dict(),
                  "optimizer": moments, "ranks": ranks.gather_objects(own)}  # fmt: skip
-        return any(ranks.gather_objects(ranks.rank == 0 and save_checkpoint(logdir / name, state)))
+        return ranks.run_once(save_checkpoint, logdir / name, state)
 
     if args.track and ranks.rank == 0:
         import wandb
@@ -1897,12 +1905,9 @@ def explore(
     plot_search(args, history, baseline, logdir / "search.png")
     if baseline is not None:
         print(f"\nWithout a workflow: return {baseline['mean_return']:.2f} +- {baseline['standard_error']:.2f}")
-    print(
-        "\nThe five best"
-        if accepted(args, history)
-        else "\nNo order tried was complied with: see --compliance-threshold"
-    )
-    for record in sorted(accepted(args, history), key=lambda record: -record["mean_return"])[:5]:
+    best = sorted(accepted(args, history), key=lambda record: -record["mean_return"])[:5]
+    print("\nThe five best" if best else "\nNo order tried was complied with: see --compliance-threshold")
+    for record in best:
         print(f"{summary_of(record)}, {record['checkpoint']}")
     return None
 
@@ -2036,9 +2041,7 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     """Play a checkpoint. Prints the returns (of the first 20 episodes against each red agent), what Blue and Red did
     and, as the last line, the summary as JSON that it returns."""
     require(play_args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
-    for name in ("gif_dir", "gif_fps"):
-        if getattr(play_args, name) != getattr(PlayArgs, name) and not play_args.save_gif:
-            raise UsageError(f"{flag(name)} needs --save-gif.")
+    require_flag(play_args, "save_gif", "gif_dir", "gif_fps")
     require(play_args, "at least 1", lambda x: x >= 1, "episodes", "gif_fps")
     if play_args.render and play_args.save_gif:
         raise UsageError("--render prints the episodes and --save-gif draws them: choose one.")

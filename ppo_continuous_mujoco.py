@@ -233,6 +233,14 @@ def require(values: Any, condition: str, holds: Callable[[Any], bool], *names: s
             raise UsageError(f"{flag(name)} must be {condition}, not {value}.")
 
 
+def require_flag(values: Any, needed: str, *names: str) -> None:
+    """Raise UsageError for the first of the named values that is not the default, if `needed` is off: it would do
+    nothing."""
+    for name in names:
+        if getattr(values, name) != getattr(type(values), name) and not getattr(values, needed):
+            raise UsageError(f"{flag(name)} needs {flag(needed)}.")
+
+
 def world_size() -> int:
     """The number of processes of this run: torchrun sets the variable (docs/distributed.md)."""
     return int(os.environ.get("WORLD_SIZE", 1))
@@ -297,10 +305,10 @@ def validate(args: Args) -> None:
     )
     if args.critic_learning_rate is not None and args.optimizer == "shared":
         raise UsageError("--critic-learning-rate needs --optimizer separate.")
-    for name, needed in {"clip_obs": "norm_obs", "clip_reward": "norm_reward", "average_reward_rate": "average_reward",
-                         "lr_decay": "anneal_lr"}.items():  # fmt: skip
-        if getattr(args, name) != getattr(Args, name) and not getattr(args, needed):
-            raise UsageError(f"{flag(name)} needs {flag(needed)}.")
+    require_flag(args, "norm_obs", "clip_obs")
+    require_flag(args, "norm_reward", "clip_reward")
+    require_flag(args, "average_reward", "average_reward_rate")
+    require_flag(args, "anneal_lr", "lr_decay")
     if args.capture_video:
         check_pictures(args)
 
@@ -1276,7 +1284,7 @@ def learn(
         state = {"format": FORMAT, "args": asdict(args), "counters": asdict(counters), "agent": agent.state_dict(),
                  "optimizer": moments, "observation_statistics": observation_statistics(vec_env),
                  "ranks": ranks.gather_objects(own)}  # fmt: skip
-        return any(ranks.gather_objects(ranks.rank == 0 and save_checkpoint(logdir / name, state)))
+        return ranks.run_once(save_checkpoint, logdir / name, state)
 
     if args.track and ranks.rank == 0:
         import wandb
@@ -1528,9 +1536,7 @@ def find_checkpoint(logdir: str | None, name: str) -> Path:
 def play(play_args: PlayArgs) -> dict[str, Any]:
     """Play a checkpoint. Prints a line an episode and, as the last line, the summary as JSON that it returns."""
     require(play_args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
-    for name in ("gif_dir", "gif_fps"):
-        if getattr(play_args, name) != getattr(PlayArgs, name) and not play_args.save_gif:
-            raise UsageError(f"{flag(name)} needs --save-gif.")
+    require_flag(play_args, "save_gif", "gif_dir", "gif_fps")
     require(play_args, "at least 1", lambda x: x >= 1, "episodes", "gif_fps")
     if play_args.render and play_args.save_gif:
         raise UsageError("--render shows the episodes and --save-gif writes them: choose one.")

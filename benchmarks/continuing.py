@@ -28,7 +28,6 @@ from benchmarks.arguments import is_current, set_aside_if_changed
 from benchmarks.common import QUICK_RESULTS, RESULTS, ROOT, machine_info, machine_line, markdown_table, write_results
 from benchmarks.seeds import Run, UsageError, run_all
 from envs.queueing import TwoQueueEnv
-from ppo_continuous_mujoco import read_csv
 
 PRESET = ["ppo_continuous_mujoco.py", "--configs", "queue", "--num-workers", "1", "--total-timesteps", "51200"]
 DISCOUNTED = ["--no-average-reward", "--gamma"]
@@ -60,7 +59,7 @@ def backlog_of(rule: str) -> float:
 
 def read_run(run: Run) -> dict[str, Any]:
     """What the results keep of a finished run; means over the last tenth of the updates where they are of training."""
-    progress, evaluations = read_csv(run.logdir / "progress.csv"), read_csv(run.logdir / "eval.csv")
+    progress, evaluations = script.read_csv(run.logdir / "progress.csv"), script.read_csv(run.logdir / "eval.csv")
     tenth = max(1, len(progress["global_step"]) // 10)
     last = {name.partition("/")[2]: float(progress[name][-tenth:].mean())
             for name in ("rollout/mean_reward", "train/explained_variance", "train/value_loss")}  # fmt: skip
@@ -90,10 +89,11 @@ def main() -> None:
     if not options.report:
         if options.quick:  # else the second time would show nothing
             shutil.rmtree(folder, ignore_errors=True)
-        for run in [run for group in runs.values() for run in group]:
+        every_run = [run for group in runs.values() for run in group]
+        for run in every_run:
             set_aside_if_changed(script, run.command, run.logdir)
         try:
-            code = run_all([run for group in runs.values() for run in group], options.jobs)
+            code = run_all(every_run, options.jobs)
         except UsageError as error:
             sys.exit(f"error: {error}")
         if code:

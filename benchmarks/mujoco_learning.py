@@ -44,7 +44,6 @@ from benchmarks.common import (
     write_results,
 )
 from benchmarks.seeds import Run, number, statistics_of, with_interval
-from ppo_continuous_mujoco import read_csv
 
 FOLDER = ROOT / "runs" / "learning"
 # task -> (preset, best published PPO return at 1 M steps that we know, its source); older task versions, a guide only
@@ -111,11 +110,11 @@ def run_process(words: list[str], folder: Path) -> None:
 
 def read_run(logdir: Path) -> dict[str, Any]:
     """What the results keep of a finished run, ours or SB3's."""
-    evaluations = {key.removeprefix("eval/"): x.tolist() for key, x in read_csv(logdir / "eval.csv").items()}
+    evaluations = {key.removeprefix("eval/"): x.tolist() for key, x in script.read_csv(logdir / "eval.csv").items()}
     cpu, cpu_seconds, seconds = (logdir / f"{name}.txt" for name in ("cpu", "cpu_seconds", "seconds"))
     return {
         "seconds": float(
-            seconds.read_text() if seconds.exists() else read_csv(logdir / "timing.csv")["time/seconds"][-1]
+            seconds.read_text() if seconds.exists() else script.read_csv(logdir / "timing.csv")["time/seconds"][-1]
         ),
         "cpu_seconds": sum(map(float, cpu_seconds.read_text().split())) if cpu_seconds.exists() else None,
         "cpu": cpu.read_text() if cpu.exists() else cpu_model(),

@@ -158,7 +158,7 @@ def hold_signals() -> Iterator[None]:
 
 def limit_waits(pipe: connection.Connection, seconds: float) -> None:
     """Let a read or write at this end raise BlockingIOError after so long: the other process may have been stopped."""
-    seconds = min(seconds, 2.0**31)
+    seconds = min(seconds, 2.0**31)  # which stands for ever
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=os.dup(pipe.fileno())) as end:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -198,7 +198,7 @@ class WorkerPool:
         self.workers = [Worker(w, range(bounds[w], bounds[w + 1])) for w in range(num_workers)]
         self.seeds: list[int | None] = [None] * len(env_fns)
         self.failure: str | None = None  # why nothing but closing is possible any more
-        self.step_timeout = None if step_timeout == math.inf else step_timeout
+        self.step_timeout = step_timeout
         self.process = os.getpid()  # the workers are not a forked child's to command or end
         self._env_fns = [CloudpickleWrapper(env_fn) for env_fn in env_fns]
         self._context = multiprocessing.get_context(context)

@@ -348,7 +348,6 @@ def test_mistakes_are_answered_in_one_sentence() -> None:
             call()
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
 def test_simulations_cannot_be_copied_or_pickled() -> None:
     """A copy would step the original's robots, and read freed memory when that is gone."""
     env = MujocoBatchVecEnv("InvertedPendulum-v5", 2)
@@ -385,6 +384,7 @@ def test_handlers_of_warnings_are_put_back_when_threads_make_environments_at_onc
     assert mujoco.get_mju_user_warning() is before
 
 
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
 def test_close_and_garbage_collection_end_the_threads() -> None:
     def num_threads() -> int:
         return len(os.listdir("/proc/self/task"))
