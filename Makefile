@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup train test slow lint format fceumm atari bench clean
+.PHONY: setup train test slow lint format fceumm atari peers bench clean
 
 BENCHMARKS := vec_env scaling cage2 cage2_loop cage2_learning cage2_workflows mujoco_env mujoco_loop mujoco_learning continuing mario_env mario_loop mario_learning seeds distributed
 
@@ -46,5 +46,7 @@ $(VENV)/.bench: pyproject.toml $(VENV)/.ready  ## the extra `bench`, without the
 	"import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['bench'])")
 	touch $@
 
-bench: $(VENV)/.bench fceumm   ## the quick form of every benchmark, into runs/bench; the long forms write results/
+peers: $(VENV)/.bench fceumm   ## what the benchmarks compare with, and the faster emulator
+
+bench: peers   ## the quick form of every benchmark, into runs/bench; the long forms write results/
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import datetime
 import difflib
 import errno
 import fcntl
@@ -97,7 +98,7 @@ class Args:
     torch_deterministic: bool = True
     """ask torch for deterministic algorithms, so that equal seeds give equal runs"""
     compile: bool = True
-    """torch.compile the gradient: about twice as fast after 10-30 s of compiling"""
+    """torch.compile the gradient: 1.4 times as fast with 25 environments, after 10-30 s of compiling"""
     eval_every: int = 1_000_000
     """environment steps between evaluations; 0: only at the end"""
     eval_episodes: int = 200
@@ -254,6 +255,12 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def require_one_process(what: str) -> None:
+    """Raise UsageError if torchrun has started several processes, each of which would do the same."""
+    if world_size() > 1:
+        raise UsageError(f"{what} is for one process: leave torchrun out.")
+
+
 def check_ranges(args: Args) -> None:
     """Raise UsageError for a value outside its range: what holds for every PPO script."""
     require(args, "at least 1", lambda x: x >= 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches",
@@ -318,9 +325,15 @@ def validate(args: Args) -> None:
             parse_workflow(args.workflow)
         except ValueError as error:
             raise UsageError(f"--workflow: {error}") from None
-    for name in ("compliance_threshold", "alignment", "min_episodes"):
-        if args.workflow is None and getattr(args, name) != getattr(Args, name):
-            raise UsageError(f"{flag(name)} {getattr(args, name)} needs a --workflow to comply with.")
+    require_flag(args, "workflow", "compliance_threshold", "alignment", "min_episodes")
+    if args.compliance_threshold is None:
+        if args.min_episodes != Args.min_episodes:
+            raise UsageError("--min-episodes needs --compliance-threshold.")
+    elif (episodes := args.num_updates * args.num_steps // args.max_steps) < args.min_episodes:
+        raise UsageError(
+            f"--min-episodes {args.min_episodes} is more than the {episodes} episodes of each environment in "
+            f"{args.num_updates} updates: no compliance would ever be confirmed."
+        )
     if args.init_from is not None and not args.resume:
         vec_env = make_envs(replace(args, num_envs=1))
         load_policy(Agent(vec_env, args), Path(args.init_from))
@@ -754,14 +767,14 @@ def stratified_error(returns: np.ndarray) -> float:
 
 def prefix_returns(rewards: dict[str, np.ndarray]) -> dict[str, list[float]]:
     """For rewards (num_steps, num_episodes) against each red agent, the mean return and its standard error over the
-    first 30, 50 and 100 steps: {"b_line_30": [mean, error], ...}.
+    first 30, 50 and 100 steps, and all: {"b_line_30": [mean, error], ...}.
 
     Nothing in the game or in Blue's inputs tells how long an episode will be (without --finite-horizon), so the first
     30 steps of a longer episode are an episode of 30 steps, and one set of episodes fills every row.
     """
     cells = {}
     for red, part in rewards.items():
-        for horizon in sorted({min(horizon, len(part)) for horizon in HORIZONS}):
+        for horizon in sorted({len(part), *(horizon for horizon in HORIZONS if horizon < len(part))}):
             sums = part[:horizon].sum(0)
             cells[f"{red}_{horizon}"] = [float(sums.mean()), stratified_error(sums[None])]
     return cells
@@ -1103,7 +1116,9 @@ class Ranks:
         self.rank, self.size = int(os.environ.get("RANK", 0)), world_size()
         self.device = torch.device(args.device)
         if self.size > 1:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+            # Others wait while rank 0 evaluates, and that may take longer than the 30 minutes of the default.
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=datetime.timedelta(days=1))
             if args.device == "cuda":
                 self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
@@ -1137,16 +1152,16 @@ class Ranks:
         """The result of `function` on rank 0, in all ranks; its UsageError too. Its arrays then come as tensors."""
         if self.size == 1:
             return function(*args)
-        result = None
+        results = [None]
         if self.rank == 0:
             try:
-                result = function(*args)
+                results = [to_arrays(function(*args))]
             except UsageError as error:
-                result = error
-        result = to_tensors(self.gather_objects(result)[0])
-        if isinstance(result, UsageError):
-            raise result
-        return result
+                results = [error]  # type: ignore[list-item]
+        dist.broadcast_object_list(results, device=torch.device("cpu"))
+        if isinstance(results[0], UsageError):
+            raise results[0]
+        return to_tensors(results[0])
 
     def average(self, tensors: list[torch.Tensor]) -> None:
         """Replace tensors by their means over the ranks, in one message."""
@@ -1161,31 +1176,31 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def check_finite(logdir: Path, first_env: int, actions: torch.Tensor, **rollout: torch.Tensor) -> None:
+def check_finite(postmortem: Path, first_env: int, actions: torch.Tensor, **rollout: torch.Tensor) -> None:
     """Raise FloatingPointError, naming environment, step and last action, if a number of the rollout's tensors,
-    each (num_steps, num_envs, ...) from environment `first_env` on, is not finite; it goes to postmortem.npz."""
+    each (num_steps, num_envs, ...) from environment `first_env` on, is not finite; it goes to `postmortem`."""
     for name, tensor in rollout.items():
         bad = (~torch.isfinite(tensor)).flatten(2).any(-1) if tensor.ndim > 2 else ~torch.isfinite(tensor)
         if bad.any():
             t, n = bad.nonzero()[0].tolist()
             arrays: dict[str, Any] = {key: value.cpu() for key, value in rollout.items()}
-            np.savez(logdir / "postmortem.npz", actions=actions.cpu(), **arrays)
+            np.savez(postmortem, actions=actions.cpu(), **arrays)
             last_action = actions[max(t - 1, 0) if name == "obs" else t, n].tolist()
             raise FloatingPointError(
                 f"{name} of environment {first_env + n} is not finite at step {t} of the rollout, after action "
-                f"{last_action}; the weights were not touched, the rollout is in {logdir / 'postmortem.npz'}."
+                f"{last_action}; the weights were not touched, the rollout is in {postmortem}."
             )
 
 
-def check_gradients(logdir: Path, steps: list[torch.Tensor], minibatches: list[torch.Tensor]) -> None:
+def check_gradients(postmortem: Path, steps: list[torch.Tensor], minibatches: list[torch.Tensor]) -> None:
     """Raise FloatingPointError if the gradient's norm, the last of a step's metrics, is not finite; the step's
-    minibatch, of those in tensors (n, ...), goes to postmortem.npz."""
+    minibatch, of those in tensors (n, ...), goes to `postmortem`."""
     bad = [i for i, norm in enumerate(torch.stack(steps)[:, -1].tolist() if steps else []) if not math.isfinite(norm)]
     if bad:
-        np.savez(logdir / "postmortem.npz", *[x[bad[0]].cpu() for x in minibatches])
+        np.savez(postmortem, *[x[bad[0]].cpu() for x in minibatches])
         raise FloatingPointError(
-            f"A gradient is not finite; it changed no weight, its minibatch is in {logdir / 'postmortem.npz'}, and "
-            "latest.pt is from before. A smaller --learning-rate may help."
+            f"A gradient is not finite; it changed no weight, its minibatch is in {postmortem}, and latest.pt is from "
+            "before. A smaller --learning-rate may help."
         )
 
 
@@ -1287,21 +1302,28 @@ def check_continuation(args: Args, logdir: Path, checkpoint: dict[str, Any] | No
 
 
 def write_config(args: Args, logdir: Path) -> None:
-    """Write config.json: arguments, versions, commit and command line."""
+    """Write config.json: arguments, versions, commit and command line; a resumed run's last three in "resumed", where
+    it keeps a list of them."""
     commit = ""
     if shutil.which("git"):
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
-    config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
-    (logdir / "config.json").write_text(json.dumps(config, indent=1))
+    now, file = {"versions": versions, "commit": commit, "command": sys.argv}, logdir / "config.json"
+    config: dict[str, Any] = {"args": asdict(args), **now}
+    if args.resume and file.exists():
+        with contextlib.suppress(json.JSONDecodeError):  # cut off by a full disk
+            first = json.loads(file.read_text())
+            config = {**first, "args": asdict(args), "resumed": [*first.get("resumed", []), now]}
+    file.write_text(json.dumps(config, indent=1))
 
 
-def train(args: Args) -> dict[str, Any]:
+def train(args: Args, interrupt: Interrupt | None = None) -> dict[str, Any]:
     """Train, evaluate and save as `args` say; returns the run folder and the last and best evaluation.
 
     Raises UsageError for arguments that cannot work, and FloatingPointError before numbers that are not finite
-    reach the weights. A signal ends the run early and cleanly; its number is then in the result as "signal".
+    reach the weights. A signal ends the run early and cleanly; its number is then in the result as "signal". Who
+    trains several policies, and waits for signals in between too, gives its own `interrupt`.
     """
     validate(args)
     ranks = Ranks(args)
@@ -1311,8 +1333,9 @@ def train(args: Args) -> dict[str, Any]:
             stack.callback(os.close, lock)
         stack.callback(ranks.close)
         vec_env: Any = stack.enter_context(contextlib.closing(make_envs(ranks.share(args), args.vec_env)))
-        interrupt = Interrupt()
-        stack.callback(interrupt.restore)
+        if interrupt is None:
+            interrupt = Interrupt()
+            stack.callback(interrupt.restore)
         # rank 0 speaks for all
         stack.enter_context(contextlib.redirect_stdout(sys.stdout if ranks.rank == 0 else None))
         return learn(args, ranks, logdir, checkpoint, vec_env, interrupt)
@@ -1329,6 +1352,7 @@ def learn(
     torch.use_deterministic_algorithms(args.torch_deterministic)
     device, num_steps, num_envs = ranks.device, args.num_steps, vec_env.num_envs
     first_env = ranks.rank * num_envs  # this rank steps environments first_env to first_env + num_envs - 1
+    postmortem = logdir / (f"postmortem_{ranks.rank}.npz" if ranks.rank else "postmortem.npz")
 
     assert vec_env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP  # so that final_obs below exists
     num_actions = int(vec_env.single_action_space.n)
@@ -1359,7 +1383,7 @@ def learn(
         return steps
 
     if args.compile and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        print("No C++ compiler was found, so --compile is off; with one, training is about twice as fast.")
+        print("No C++ compiler was found, so --compile is off; with one, training is about 1.4 times as fast.")
     elif args.compile:
         torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
         options: dict[str, Any] = {"cpp_wrapper": device.type == "cpu"}
@@ -1382,6 +1406,11 @@ def learn(
     env_obs, _ = vec_env.reset(seed=args.seed + first_env)
     if checkpoint is not None:
         counters = Counters(**checkpoint["counters"])
+        with contextlib.suppress(UsageError):  # there may be none yet
+            ahead = Counters(**load_checkpoint(logdir / "best.pt")["counters"])
+            if ahead.best_step > counters.global_step:  # of updates that were lost with a crash; it was not
+                for name in ("best_return", "best_step"):
+                    setattr(counters, name, getattr(ahead, name))
         load_weights(agent, checkpoint, logdir / "latest.pt")
         moments = [tuple(x.to(device) for x in network) for network in checkpoint["optimizer"]]
         own = checkpoint["ranks"][ranks.rank]
@@ -1464,7 +1493,7 @@ def learn(
                 times, indices, final_obs = zip(*cuts, strict=True)
                 final_values = agent.get_value(torch.as_tensor(np.stack(final_obs), dtype=torch.float32, device=device))
                 next_values[list(times), list(indices)] = final_values
-        check_finite(logdir, first_env, actions, obs=obs, rewards=rewards, next_values=next_values)
+        check_finite(postmortem, first_env, actions, obs=obs, rewards=rewards, next_values=next_values)
 
         # --- advantages -------------------------------------------------------------------------------
         advantages, returns = compute_gae(
@@ -1493,7 +1522,7 @@ def learn(
                 steps += learn_from([x[i : i + per_call] for x in minibatches])
                 if len(steps) < before + i + per_call:
                     break
-            check_gradients(logdir, steps[before:], minibatches)
+            check_gradients(postmortem, steps[before:], minibatches)
             if len(steps) < before + args.num_minibatches:  # --target-kl was exceeded
                 break
         counters.epochs += len(steps) / args.num_minibatches
@@ -1564,11 +1593,12 @@ def learn(
         last = counters.update == args.num_updates or counters.compliant
         if last or evaluated or crossed(counters.global_step, args.batch_size, args.eval_every):
             evaluation = evaluated or ranks.run_once(evaluate, agent, args)
-            names = ["score", "mean_return", "std_return", "mean_length"] + ["compliance"] * bool(args.workflow)
+            names = ["score", "mean_return", "std_return", "mean_length"]
+            names += ["compliance", "strict_compliance"] if args.workflow else []
             scores = {f"eval/{name}": evaluation[name] for name in names}
             cells = {f"eval/{name}": cell[0] for name, cell in evaluation["cells"].items()}
             logger.write("eval.csv", counters.global_step, scores | cells)
-            if evaluation["score"] > counters.best_return:
+            if counters.compliant or evaluation["score"] > counters.best_return:  # confirmed counts more than a return
                 previous = replace(counters)
                 counters.best_return, counters.best_step = evaluation["score"], counters.global_step
                 if not save("best.pt"):  # the next good evaluation tries again
@@ -1750,29 +1780,33 @@ def judge(run: Args, path: Path) -> dict[str, Any]:
     return evaluate(agent, run, seed=1_000_000)
 
 
-def train_and_keep(run: Args) -> dict[str, Any]:
+def train_and_keep(run: Args, interrupt: Interrupt) -> dict[str, Any]:
     """`train`, and OSError if the policy it ended with is not on the disk: a search goes on from it, and judges it."""
-    result = train(run)
+    result = train(run, interrupt)
     path = Path(result["logdir"], "latest.pt")
     if load_checkpoint(path)["counters"]["global_step"] != result["global_step"]:
         raise OSError(errno.ENOSPC, "the last checkpoint was not written; make room, then search --resume", str(path))
     return result
 
 
-def try_order(args: SearchArgs, base: Args, order: int, start: Path | None, logdir: Path) -> dict[str, Any]:
+def try_order(
+    args: SearchArgs, base: Args, order: int, start: Path | None, logdir: Path, interrupt: Interrupt
+) -> dict[str, Any] | None:
     """Train a policy for an order, from the weights at `start`, and judge it on episodes that its training has not
-    seen; returns its record for the history, with the "signal" that cut the training short."""
+    seen; returns its record for the history, or None if a signal came before the training's end."""
     resume, init_from = (logdir / "latest.pt").exists(), None if start is None else str(start)
     if resume:  # it has its weights; what they began from may have been moved with the search
         init_from = load_latest(logdir, "cpu")["args"]["init_from"]
     run = replace(order_args(args, base, order), logdir=str(logdir), resume=resume, init_from=init_from)
     with open(logdir.parent / "training.log", "a") as log, contextlib.redirect_stdout(log):
-        result = train_and_keep(run)
+        result = train_and_keep(run, interrupt)
+    if result["signal"]:
+        return None
     evaluation = judge(replace(run, num_envs=1, eval_episodes=args.eval_episodes), logdir / "latest.pt")
     names = ("mean_return", "standard_error", "compliance", "compliance_micro", "strict_compliance", "needless_fixes")
     return {"workflow": run.workflow, **{name: evaluation[name] for name in names}, "compliant": result["compliant"],
-            "steps": result["global_step"], "seconds": result["seconds"], "checkpoint": str(logdir / "latest.pt"),
-            "signal": result["signal"]}  # fmt: skip
+            "steps": result["global_step"], "seconds": result["seconds"],
+            "checkpoint": str(logdir / "latest.pt")}  # fmt: skip
 
 
 def judge_baseline(args: SearchArgs, base: Args) -> dict[str, Any]:
@@ -1813,6 +1847,7 @@ def search(args: SearchArgs) -> int | None:
     if args.shared is None and args.shared_timesteps < base.batch_size:
         raise UsageError(f"--shared-timesteps {args.shared_timesteps} is less than one batch, {base.batch_size}.")
     validate(order_args(args, base, 0))
+    shared_hash = "" if args.shared is None else hashlib.sha256(Path(args.shared).read_bytes()).hexdigest()[:12]
     default = f"runs/search__{base.red_agent}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     logdir = Path(args.logdir or default)
     if args.resume:
@@ -1828,6 +1863,8 @@ def search(args: SearchArgs) -> int | None:
         if args.resume:
             saved = saved_search(logdir)
             history = saved["history"]
+            if saved["shared_hash"] not in (None, shared_hash):
+                raise UsageError(f"{args.shared} is no longer the policy that the search in {logdir} began with.")
             if args.baseline == saved["args"].get("baseline"):
                 baseline = saved["baseline"]
             for name in {*saved["args"]} - {"n_workflows", "logdir", "resume", "baseline"}:
@@ -1840,7 +1877,8 @@ def search(args: SearchArgs) -> int | None:
             baseline = judge_baseline(args, base)
         interrupt = Interrupt()
         stack.callback(interrupt.restore)
-        return explore(args, base, logdir, history, baseline, interrupt)
+        known = {"args": asdict(args), "shared_hash": shared_hash, "baseline": baseline, "history": history}
+        return explore(args, base, logdir, known, interrupt)
 
 
 def saved_search(logdir: Path) -> dict[str, Any]:
@@ -1851,7 +1889,8 @@ def saved_search(logdir: Path) -> dict[str, Any]:
     try:
         saved = json.loads(file.read_text())
         known = {name: value for name, value in saved["args"].items() if name in SearchArgs.__dataclass_fields__}
-        return {"args": known, "baseline": saved.get("baseline"), "history": [*saved["history"]]}
+        return {"args": known, "shared_hash": saved.get("shared_hash"), "baseline": saved.get("baseline"),
+                "history": [*saved["history"]]}  # fmt: skip
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:  # no JSON, or not of this form
         raise UsageError(f"{file} is damaged ({error!r:.99}).") from None
 
@@ -1864,15 +1903,14 @@ def parse_search_args(argv: list[str]) -> SearchArgs:
     return args
 
 
-def explore(
-    args: SearchArgs, base: Args, logdir: Path, history: list[dict[str, Any]], baseline: Any, interrupt: Interrupt
-) -> int | None:
-    """The loop of `search`: choose an order, train its policy, judge it, note it."""
+def explore(args: SearchArgs, base: Args, logdir: Path, known: dict[str, Any], interrupt: Interrupt) -> int | None:
+    """The loop of `search`: choose an order, train its policy, judge it, note it. What is `known` goes to history.json:
+    arguments, the hash of --shared, the baseline, and the history."""
+    history, baseline = known["history"], known["baseline"]
 
     def save() -> None:
         temporary = logdir / "history.tmp"
-        state = {"args": asdict(args), "baseline": baseline, "history": history}
-        temporary.write_text(json.dumps(state, indent=1))
+        temporary.write_text(json.dumps(known, indent=1))
         os.replace(temporary, logdir / "history.json")
 
     save()
@@ -1880,7 +1918,7 @@ def explore(
     if shared is None and args.warm_start == "shared" and not args.fresh_policy_per_order:
         shared = logdir / "shared" / "latest.pt"
         run = replace(shared_args(args, base), logdir=str(shared.parent), resume=shared.exists())
-        interrupt.signum = train_and_keep(run)["signal"] or interrupt.signum
+        train_and_keep(run, interrupt)
     while len(history) < args.n_workflows and interrupt.signum is None:
         order, start = next_order(args, history), shared
         if args.fresh_policy_per_order or (args.warm_start != "shared" and not history):
@@ -1888,27 +1926,27 @@ def explore(
         elif args.warm_start != "shared":
             distances = [DISCORDANT[order, parse_workflow(record["workflow"])] for record in history]
             record = history[int(np.argmin(distances)) if args.warm_start == "nearest" else -1]
-            start = logdir / Path(record["checkpoint"]).parent.name / "latest.pt"  # the search may have been moved
-        record = try_order(args, base, order, start, logdir / f"{len(history) + 1:03d}_{'-'.join(ORDERS[order])}")
-        interrupt.signum = record.pop("signal") or interrupt.signum
-        if interrupt.signum is None:
-            history.append(record)
+            start = checkpoint_of(record, logdir)
+        folder = logdir / f"{len(history) + 1:03d}_{'-'.join(ORDERS[order])}"
+        tried = try_order(args, base, order, start, folder, interrupt)
+        if tried is not None:
+            history.append(tried)
             save()
-            print(f"{len(history):>3} {summary_of(record)} after {record['steps']:,} steps", flush=True)
+            print(f"{len(history):>3} {summary_of(tried)} after {tried['steps']:,} steps", flush=True)
     if interrupt.signum:
         print(f"stopped; continue with search --resume --logdir {logdir}")
         return interrupt.signum
     with open(logdir / "search.csv", "w", newline="") as stream:
         writer = csv.DictWriter(stream, history[0], lineterminator="\n")
         writer.writeheader()
-        writer.writerows(history)
+        writer.writerows(record | {"checkpoint": str(checkpoint_of(record, logdir))} for record in history)
     plot_search(args, history, baseline, logdir / "search.png")
     if baseline is not None:
         print(f"\nWithout a workflow: return {baseline['mean_return']:.2f} +- {baseline['standard_error']:.2f}")
     best = sorted(accepted(args, history), key=lambda record: -record["mean_return"])[:5]
     print("\nThe five best" if best else "\nNo order tried was complied with: see --compliance-threshold")
     for record in best:
-        print(f"{summary_of(record)}, {record['checkpoint']}")
+        print(f"{summary_of(record)}, {checkpoint_of(record, logdir)}")
     return None
 
 
@@ -1917,9 +1955,15 @@ def accepted(args: SearchArgs, history: list[dict[str, Any]]) -> list[dict[str, 
     return [record for record in history if record["compliant"] or not args.gp_gate]
 
 
+def checkpoint_of(record: dict[str, Any], logdir: Path) -> Path:
+    """Where an order's policy is, in the folder of its search, which may have been moved since."""
+    return logdir / Path(record["checkpoint"]).parent.name / "latest.pt"
+
+
 def summary_of(record: dict[str, Any]) -> str:
     return (f"{record['workflow']}: return {record['mean_return']:.2f} +- {record['standard_error']:.2f}, compliance "
-            f"{record['compliance']:.3f} ({'' if record['compliant'] else 'not '}confirmed)")  # fmt: skip
+            f"{record['compliance']:.3f} ({'' if record['compliant'] else 'not '}confirmed), strict "
+            f"{record['strict_compliance']:.3f}")  # fmt: skip
 
 
 def plot_search(args: SearchArgs, history: list[dict[str, Any]], baseline: Any, path: Path) -> None:
@@ -1928,6 +1972,7 @@ def plot_search(args: SearchArgs, history: list[dict[str, Any]], baseline: Any, 
     mean, std = posterior_returns(args, history)
     tried = [parse_workflow(record["workflow"]) for record in history]
     returns = np.array([record["mean_return"] for record in history])
+    counted = [record["mean_return"] if record in accepted(args, history) else -np.inf for record in history]
     figure = matplotlib.figure.Figure(figsize=(13, 8), layout="constrained")
     belief, progress, compliance, places = figure.subplots(2, 2).flat
 
@@ -1939,7 +1984,7 @@ def plot_search(args: SearchArgs, history: list[dict[str, Any]], baseline: Any, 
 
     rng, number = np.random.default_rng(0), np.arange(1, len(history) + 1)
     at_random = [np.maximum.accumulate(rng.permutation(mean)[: len(history)]) for _ in range(1000)]
-    progress.step(number, np.maximum.accumulate(returns), where="post", label="best so far")
+    progress.step(number, np.maximum.accumulate(counted), where="post", label="best so far")
     progress.plot(number, returns, "rx", label="evaluated")
     progress.plot(number, np.mean(at_random, axis=0), "k--", label="random search, if the posterior mean were true")
     if baseline is not None:
@@ -1966,8 +2011,7 @@ def plot_search(args: SearchArgs, history: list[dict[str, Any]], baseline: Any, 
 
 def validate_search(args: SearchArgs) -> None:
     """Raise UsageError for a search that cannot work."""
-    if world_size() > 1:
-        raise UsageError("search is for one process: leave torchrun out.")
+    require_one_process("search")
     if args.resume and args.logdir is None:
         raise UsageError("--resume needs --logdir, the folder of the search to continue.")
     if args.shared is not None and (args.red_agent or args.version):
@@ -1982,11 +2026,9 @@ def validate_search(args: SearchArgs) -> None:
     require(args, "at least 0 and below 1e38", lambda x: x == "srinivas" or 0 <= x < 1e38, "gp_beta", "min_episodes",
             "seed")  # fmt: skip
     require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "compliance_threshold")
-    if args.min_episodes > args.train_episodes_per_env:
-        raise UsageError(
-            f"--min-episodes {args.min_episodes} is more than --train-episodes-per-env {args.train_episodes_per_env}: "
-            "no compliance would ever be confirmed."
-        )
+    shares = args.shared is None and args.warm_start == "shared" and not args.fresh_policy_per_order
+    if not shares and args.shared_timesteps != SearchArgs.shared_timesteps:
+        raise UsageError("--shared-timesteps is for the shared policy that this search would not train.")
 
 
 # ==========================================================================================================
@@ -2040,6 +2082,7 @@ def find_checkpoint(logdir: str | None, name: str) -> Path:
 def play(play_args: PlayArgs) -> dict[str, Any]:
     """Play a checkpoint. Prints the returns (of the first 20 episodes against each red agent), what Blue and Red did
     and, as the last line, the summary as JSON that it returns."""
+    require_one_process("play")
     require(play_args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
     require_flag(play_args, "save_gif", "gif_dir", "gif_fps")
     require(play_args, "at least 1", lambda x: x >= 1, "episodes", "gif_fps")
@@ -2168,8 +2211,7 @@ def curves(curves_args: CurvesArgs) -> None:
 def explain(args: Args) -> int | None:
     """Print the derived sizes, and the run's time as three updates in a scratch folder predict it. Returns the signal
     that ended these early, if one did."""
-    if world_size() > 1:
-        raise UsageError("--explain is for one process: leave torchrun out.")
+    require_one_process("--explain")
     validate(args)
     with tempfile.TemporaryDirectory() as scratch:
         steps = 3 * args.batch_size

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import datetime
 import difflib
 import errno
 import fcntl
@@ -85,7 +86,7 @@ class Args:
     torch_deterministic: bool = True
     """ask torch for deterministic algorithms, so that equal seeds give equal runs"""
     compile: bool = True
-    """torch.compile the gradient: about twice as fast after 10-30 s of compiling"""
+    """torch.compile the gradient: two to three times as fast after 10-30 s of compiling"""
     eval_every: int = 100_000
     """environment steps between evaluations; 0: only at the end"""
     eval_episodes: int = 10
@@ -244,6 +245,12 @@ def require_flag(values: Any, needed: str, *names: str) -> None:
 def world_size() -> int:
     """The number of processes of this run: torchrun sets the variable (docs/distributed.md)."""
     return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def require_one_process(what: str) -> None:
+    """Raise UsageError if torchrun has started several processes, each of which would do the same."""
+    if world_size() > 1:
+        raise UsageError(f"{what} is for one process: leave torchrun out.")
 
 
 def check_ranges(args: Args) -> None:
@@ -983,7 +990,9 @@ class Ranks:
         self.rank, self.size = int(os.environ.get("RANK", 0)), world_size()
         self.device = torch.device(args.device)
         if self.size > 1:
-            dist.init_process_group("cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo")
+            # Others wait while rank 0 evaluates, and that may take longer than the 30 minutes of the default.
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=datetime.timedelta(days=1))
             if args.device == "cuda":
                 self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
 
@@ -1017,16 +1026,16 @@ class Ranks:
         """The result of `function` on rank 0, in all ranks; its UsageError too. Its arrays then come as tensors."""
         if self.size == 1:
             return function(*args)
-        result = None
+        results = [None]
         if self.rank == 0:
             try:
-                result = function(*args)
+                results = [to_arrays(function(*args))]
             except UsageError as error:
-                result = error
-        result = to_tensors(self.gather_objects(result)[0])
-        if isinstance(result, UsageError):
-            raise result
-        return result
+                results = [error]  # type: ignore[list-item]
+        dist.broadcast_object_list(results, device=torch.device("cpu"))
+        if isinstance(results[0], UsageError):
+            raise results[0]
+        return to_tensors(results[0])
 
     def average(self, tensors: list[torch.Tensor]) -> None:
         """Replace tensors by their means over the ranks, in one message."""
@@ -1041,31 +1050,31 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def check_finite(logdir: Path, first_env: int, actions: torch.Tensor, **rollout: torch.Tensor) -> None:
+def check_finite(postmortem: Path, first_env: int, actions: torch.Tensor, **rollout: torch.Tensor) -> None:
     """Raise FloatingPointError, naming environment, step and last action, if a number of the rollout's tensors,
-    each (num_steps, num_envs, ...) from environment `first_env` on, is not finite; it goes to postmortem.npz."""
+    each (num_steps, num_envs, ...) from environment `first_env` on, is not finite; it goes to `postmortem`."""
     for name, tensor in rollout.items():
         bad = (~torch.isfinite(tensor)).flatten(2).any(-1) if tensor.ndim > 2 else ~torch.isfinite(tensor)
         if bad.any():
             t, n = bad.nonzero()[0].tolist()
             arrays: dict[str, Any] = {key: value.cpu() for key, value in rollout.items()}
-            np.savez(logdir / "postmortem.npz", actions=actions.cpu(), **arrays)
+            np.savez(postmortem, actions=actions.cpu(), **arrays)
             last_action = actions[max(t - 1, 0) if name == "obs" else t, n].tolist()
             raise FloatingPointError(
                 f"{name} of environment {first_env + n} is not finite at step {t} of the rollout, after action "
-                f"{last_action}; the weights were not touched, the rollout is in {logdir / 'postmortem.npz'}."
+                f"{last_action}; the weights were not touched, the rollout is in {postmortem}."
             )
 
 
-def check_gradients(logdir: Path, steps: list[torch.Tensor], minibatches: list[torch.Tensor]) -> None:
+def check_gradients(postmortem: Path, steps: list[torch.Tensor], minibatches: list[torch.Tensor]) -> None:
     """Raise FloatingPointError if the gradient's norm, the last of a step's metrics, is not finite; the step's
-    minibatch, of those in tensors (n, ...), goes to postmortem.npz."""
+    minibatch, of those in tensors (n, ...), goes to `postmortem`."""
     bad = [i for i, norm in enumerate(torch.stack(steps)[:, -1].tolist() if steps else []) if not math.isfinite(norm)]
     if bad:
-        np.savez(logdir / "postmortem.npz", *[x[bad[0]].cpu() for x in minibatches])
+        np.savez(postmortem, *[x[bad[0]].cpu() for x in minibatches])
         raise FloatingPointError(
-            f"A gradient is not finite; it changed no weight, its minibatch is in {logdir / 'postmortem.npz'}, and "
-            "latest.pt is from before. A smaller --learning-rate may help."
+            f"A gradient is not finite; it changed no weight, its minibatch is in {postmortem}, and latest.pt is from "
+            "before. A smaller --learning-rate may help."
         )
 
 
@@ -1167,14 +1176,20 @@ def check_continuation(args: Args, logdir: Path, checkpoint: dict[str, Any] | No
 
 
 def write_config(args: Args, logdir: Path) -> None:
-    """Write config.json: arguments, versions, commit and command line."""
+    """Write config.json: arguments, versions, commit and command line; a resumed run's last three in "resumed", where
+    it keeps a list of them."""
     commit = ""
     if shutil.which("git"):
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
         commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
-    config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
-    (logdir / "config.json").write_text(json.dumps(config, indent=1))
+    now, file = {"versions": versions, "commit": commit, "command": sys.argv}, logdir / "config.json"
+    config: dict[str, Any] = {"args": asdict(args), **now}
+    if args.resume and file.exists():
+        with contextlib.suppress(json.JSONDecodeError):  # cut off by a full disk
+            first = json.loads(file.read_text())
+            config = {**first, "args": asdict(args), "resumed": [*first.get("resumed", []), now]}
+    file.write_text(json.dumps(config, indent=1))
 
 
 def train(args: Args) -> dict[str, Any]:
@@ -1209,6 +1224,7 @@ def learn(
     torch.use_deterministic_algorithms(args.torch_deterministic)
     device, num_steps, num_envs = ranks.device, args.num_steps, vec_env.num_envs
     first_env = ranks.rank * num_envs  # this rank steps environments first_env to first_env + num_envs - 1
+    postmortem = logdir / (f"postmortem_{ranks.rank}.npz" if ranks.rank else "postmortem.npz")
 
     assert vec_env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP  # so that final_obs below exists
     action_space = vec_env.single_action_space
@@ -1239,7 +1255,7 @@ def learn(
         return steps
 
     if args.compile and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        print("No C++ compiler was found, so --compile is off; with one, training is about twice as fast.")
+        print("No C++ compiler was found, so --compile is off; with one, training is two to three times as fast.")
     elif args.compile:
         torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
         options: dict[str, Any] = {"cpp_wrapper": device.type == "cpu"}
@@ -1265,6 +1281,11 @@ def learn(
     env_obs, _ = vec_env.reset(seed=args.seed + first_env)
     if checkpoint is not None:
         counters = Counters(**checkpoint["counters"])
+        with contextlib.suppress(UsageError):  # there may be none yet
+            ahead = Counters(**load_checkpoint(logdir / "best.pt")["counters"])
+            if ahead.best_step > counters.global_step:  # of updates that were lost with a crash; it was not
+                for name in ("best_return", "best_step"):
+                    setattr(counters, name, getattr(ahead, name))
         load_weights(agent, checkpoint, logdir / "latest.pt")
         moments = [tuple(x.to(device) for x in network) for network in checkpoint["optimizer"]]
         own = checkpoint["ranks"][ranks.rank]
@@ -1350,7 +1371,7 @@ def learn(
                 times, indices, final_obs = zip(*cuts, strict=True)
                 final_values = agent.get_value(torch.as_tensor(np.stack(final_obs), dtype=torch.float32, device=device))
                 next_values[list(times), list(indices)] = final_values
-        check_finite(logdir, first_env, actions, obs=obs, rewards=rewards, next_values=next_values)
+        check_finite(postmortem, first_env, actions, obs=obs, rewards=rewards, next_values=next_values)
 
         # --- advantages -------------------------------------------------------------------------------
         gamma, targets, ends = args.gamma, rewards, terminations
@@ -1385,7 +1406,7 @@ def learn(
                 steps += learn_from([x[i : i + per_call] for x in minibatches])
                 if len(steps) < before + i + per_call:
                     break
-            check_gradients(logdir, steps[before:], minibatches)
+            check_gradients(postmortem, steps[before:], minibatches)
             if len(steps) < before + args.num_minibatches:  # --target-kl was exceeded
                 break
         with torch.no_grad():
@@ -1535,6 +1556,7 @@ def find_checkpoint(logdir: str | None, name: str) -> Path:
 
 def play(play_args: PlayArgs) -> dict[str, Any]:
     """Play a checkpoint. Prints a line an episode and, as the last line, the summary as JSON that it returns."""
+    require_one_process("play")
     require(play_args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
     require_flag(play_args, "save_gif", "gif_dir", "gif_fps")
     require(play_args, "at least 1", lambda x: x >= 1, "episodes", "gif_fps")
@@ -1589,8 +1611,7 @@ def curves(curves_args: CurvesArgs) -> None:
 def explain(args: Args) -> int | None:
     """Print the derived sizes, and the run's time as three updates in a scratch folder predict it. Returns the signal
     that ended these early, if one did."""
-    if world_size() > 1:
-        raise UsageError("--explain is for one process: leave torchrun out.")
+    require_one_process("--explain")
     validate(args)
     with tempfile.TemporaryDirectory() as scratch:
         steps = 3 * args.batch_size

@@ -33,6 +33,7 @@ from benchmarks.common import (
     median_ratio,
     rows_of,
     summary,
+    train_to_the_end,
     write_results,
 )
 
@@ -75,7 +76,7 @@ def measure_ours(variant: str, num_envs: int, minibatch: int, updates: int) -> d
     script.Logger.write = noting_write  # type: ignore[method-assign]
     with tempfile.TemporaryDirectory() as scratch:
         args.logdir, args.total_timesteps = f"{scratch}/run", args.batch_size * (warm_up + updates)
-        script.train(args)
+        train_to_the_end(script, args)
         timing = script.read_csv(Path(scratch) / "run" / "timing.csv")
     wall, cpu = (end - start for start, end in zip(marks[warm_up - 1], marks[-1], strict=True))
     steps = updates * args.batch_size

@@ -95,6 +95,14 @@ def in_fresh_process(benchmark: str, *arguments: object) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+def train_to_the_end(script: Any, args: Any) -> dict[str, Any]:
+    """`script.train(args)`. It ends cleanly at a signal, which was meant for all of this program: so does that."""
+    result: dict[str, Any] = script.train(args)
+    if result["signal"]:
+        sys.exit(128 + result["signal"])
+    return result
+
+
 def rows_of(group: str, figures: dict[str, list[float]], peers: Collection[str]) -> list[dict[str, Any]]:
     """Return the rows that `benchmarks.compare` reads: one for each candidate, with the figures of all rounds.
 

@@ -39,6 +39,7 @@ from benchmarks.common import (
     median_ratio,
     rows_of,
     summary,
+    train_to_the_end,
     write_results,
 )
 from envs.mario import available_backends
@@ -58,8 +59,7 @@ def ours(num_envs: int, num_steps: int, **options: Any) -> tuple[float, dict[str
             sticky_action_probability=0.0, stuck_steps=0, max_episode_steps=400, eval_every=0, eval_episodes=1,
             save_every=0, capture_video=False, **options,
         )  # fmt: skip
-        if mario.train(args)["signal"]:  # train stops cleanly at a signal, which was meant for all of this
-            raise SystemExit("stopped")
+        train_to_the_end(mario, args)
         timing = mario.read_csv(Path(args.logdir or "") / "timing.csv")
     return timing["time/sps"][-1], {name: float(timing[f"time/{name}"][-1]) for name in SHARES}
 

@@ -42,6 +42,7 @@ from benchmarks.common import (
     median_ratio,
     rows_of,
     summary,
+    train_to_the_end,
     write_results,
 )
 from envs.mujoco_batch import TASKS
@@ -76,7 +77,7 @@ def measure(candidate: str, env_id: str, num_envs: int, num_steps: int, minibatc
         args.vec_env = "subproc" if variant == "subproc" else "batch"
         args.eval_every, args.eval_episodes, args.save_every = 0, 1, 0
         with tempfile.TemporaryDirectory() as scratch:
-            script.train(replace(args, logdir=f"{scratch}/run"))
+            train_to_the_end(script, replace(args, logdir=f"{scratch}/run"))
             timing = script.read_csv(Path(scratch) / "run" / "timing.csv")
         counted = {name: timing[f"time/{name}"][WARM_UP:] for name in ("sps", "env_share", "update_share")}
         shares = {name: float(counted[name].mean()) for name in ("env_share", "update_share")}

@@ -163,6 +163,7 @@ def limit_waits(pipe: connection.Connection, seconds: float) -> None:
     with socket.socket(fileno=os.dup(pipe.fileno())) as end:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             end.setsockopt(socket.SOL_SOCKET, option, limit)
+    os.set_blocking(pipe.fileno(), True)  # with a socket.setdefaulttimeout, `end` has just switched it off
 
 
 def end_all(workers: Sequence[Worker]) -> None:

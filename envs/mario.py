@@ -153,6 +153,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         stack = default_stack if frame_stack is None else frame_stack
         _require(stack >= 1, f"frame_stack={stack}: an observation needs at least 1 frame")
         _require(1 <= skip <= 25, f"skip={skip}: hold an action for 1 to 25 frames (a longer run looks like a warp)")
+        _require(not max_pool or skip > 1, "max_pool=True: skip=1 has no frame before the last; use 2 or more")
         limits = {"stuck_steps": stuck_steps, "max_episode_steps": max_episode_steps, "noop_max": noop_max}
         for name, value in limits.items():
             _require(value >= 0, f"{name}={value}: use a positive number, or 0 to switch it off")
@@ -232,7 +233,8 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
 
         self._steps += 1
         pixels, ticks = game.measure()
-        self._steps_without_progress = 0 if game.advancing else self._steps_without_progress + 1
+        # a death, after which the whole game goes on, begins a new life
+        self._steps_without_progress = 0 if game.advancing or death or goal else self._steps_without_progress + 1
         over = game.is_over(death, goal)
         stuck = not over and 0 < self.stuck_steps <= self._steps_without_progress
         reward = _weigh(self.reward_terms, pixels, ticks, goal, death or stuck)

@@ -90,8 +90,8 @@ def test_the_document_preset_has_the_documents_sizes(cage2: ModuleType) -> None:
         (["play", "--logdir", "/nowhere"], ["/nowhere"]),
         (["--init-from", "/nowhere.pt"], ["no checkpoint /nowhere.pt"]),
         (["--init-from", str(BEST), "--hidden-sizes", "8"], [str(BEST), "of other inputs, actions or layers"]),
-        (["--alignment", "10"], ["--alignment 10.0 needs a --workflow"]),
-        (["--min-episodes", "3"], ["--min-episodes 3 needs a --workflow"]),
+        (["--alignment", "10"], ["--alignment needs --workflow"]),
+        (["--min-episodes", "3"], ["--min-episodes needs --workflow"]),
         (["--workflow", "any", "--alignment", "inf"], ["--alignment", "below 1e38", "inf"]),
     ],
 )
@@ -331,6 +331,8 @@ def test_prefix_returns_by_hand(cage2: ModuleType) -> None:
     assert cells == {"b_line_30": [-30.0, 0.0], "b_line_50": [-52.0, 2.0], "b_line_100": [-102.0, 2.0]}
     short = cage2.prefix_returns({"sleep": rewards[:40]})
     assert short == {"sleep_30": [-30.0, 0.0], "sleep_40": [-40.0, 0.0]}
+    long = cage2.prefix_returns({"b_line": np.concatenate([rewards, rewards[:20]])})
+    assert long == cells | {"b_line_120": [-122.0, 2.0]}  # else what happens after 100 steps would not count
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------

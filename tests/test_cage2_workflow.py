@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import math
@@ -365,6 +366,21 @@ def test_the_state_before_the_action_is_judged(cage2: ModuleType) -> None:
     np.testing.assert_array_equal(infos["fixes"][cured], [[1, 1, 1, 0]] * len(cured))
 
 
+def test_a_copy_judges_its_own_games(cage2: ModuleType) -> None:
+    """A deep copy plays on alike, and is not judged by a state that the original once was in."""
+    original = cage2.make_envs(cage2.Args(num_envs=8, workflow="any", red_agent="b_line"))
+    original.reset(seed=0)
+    rng = np.random.default_rng(0)
+    for actions in rng.integers(48, size=(10, 8)):
+        original.step(actions)
+    copied = copy.deepcopy(original)
+    for actions in rng.integers(48, size=(60, 8)):
+        assert_same(original.step(actions)[4]["fixes"], copied.step(actions)[4]["fixes"])
+    assert original.counts[:, workflow.JUDGED].sum() > 0
+    with pytest.raises(ValueError, match="reset_mask"):
+        original.reset(options={"reset_mask": np.ones(8, bool)})
+
+
 def test_games_in_processes_are_judged_alike(cage2: ModuleType) -> None:
     """They tell the true state in their infos; through the end of an episode, and of a saved state."""
     args = cage2.Args(num_envs=3, num_workers=1, workflow="any", max_steps=30, red_agent="b_line")
@@ -450,6 +466,19 @@ def test_training_stops_when_compliance_is_confirmed(
     assert again["global_step"] == 600
 
 
+def test_the_confirmed_policy_is_the_best_whatever_its_return(
+    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    evaluate, scores = cage2.evaluate, itertools.count(0, -1)  # each worse than the one before
+    answer = {"compliance": 0.9}
+    monkeypatch.setattr(cage2, "evaluate", lambda *a, **k: evaluate(*a, **k) | answer | {"score": next(scores)})
+    monkeypatch.setattr(cage2, "is_compliant", lambda recent, episodes, *a: episodes.min() >= 3)
+    values = {"workflow": USER_LAST, "red_agent": "b_line", "compliance_threshold": 0.5, "min_episodes": 1}
+    result = cage2.train(tiny_args(cage2, tmp_path / "run", eval_every=200, **values))
+    assert (result["compliant"], result["global_step"]) == (True, 600)
+    assert cage2.load_checkpoint(tmp_path / "run" / "best.pt")["counters"]["global_step"] == 600
+
+
 def test_an_unconfirmed_stop_is_none(cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampled actions comply, those of the evaluation do not."""
     evaluate = cage2.evaluate
@@ -510,7 +539,10 @@ def test_two_ranks_with_workflows_learn_what_one_process_would(cage2: ModuleType
     ("flags", "words"),
     [
         (["--workflow", "users"], ["--workflow", "'users'", "user"]),
-        (["--compliance-threshold", "0.9"], ["--compliance-threshold 0.9", "--workflow"]),
+        (["--compliance-threshold", "0.9"], ["--compliance-threshold needs --workflow"]),
+        (["--workflow", "any", "--min-episodes", "3"], ["--min-episodes needs --compliance-threshold"]),
+        (["--configs", "document", "workflow", "--total-timesteps", "20000"], ["--min-episodes 10", "8 episodes"]),
+        (["search", "--shared", "x.pt", "--shared-timesteps", "9"], ["--shared-timesteps", "would not train"]),
         (["--workflow", "any", "--compliance-threshold", "95"], ["--compliance-threshold", "[0, 1]", "95"]),
         (["--workflow", "any", "--init-from", "/nowhere.pt", "--no-compile"], ["/nowhere.pt"]),
         (["--workflow", "any", "--init-from", "results/cage2_best.pt", "--no-compile"], ["cage2_best.pt", "inputs"]),
@@ -525,7 +557,7 @@ def test_two_ranks_with_workflows_learn_what_one_process_would(cage2: ModuleType
         (["search", "--shared", "x.pt", "--red-agent", "b_line"], ["--shared", "--red-agent"]),
         (["search", "--fresh-policy-per-order", "--warm-start", "last"], ["--fresh-policy-per-order", "last"]),
         (["search", "--n-envs", "1", "--update-every-steps", "1"], ["--n-envs 1", "--update-every-steps 1"]),
-        (["search", "--min-episodes", "51"], ["--min-episodes 51", "--train-episodes-per-env 50"]),
+        (["search", "--min-episodes", "51"], ["--min-episodes 51", "50 episodes of each environment in 50 updates"]),
         (["--max-steps", "2147483648"], ["--max-steps", "1..100000", "2147483648"]),
         (["--gamma", "1"], ["--gamma 1", "--finite-horizon"]),
         (["play", "--seed", "-1"], ["--seed", "-1"]),
@@ -719,6 +751,37 @@ def test_a_signal_ends_a_search_in_the_middle_of_an_order_and_it_can_go_on(
     os.kill(pid, signum)
     assert wait(pid) == code
     assert cage2.load_latest(order, "cpu")["counters"]["update"] > updates
+
+
+def test_a_signal_after_an_orders_training_ends_the_search_with_that_order_done(
+    cage2: ModuleType, shared: Path, tmp_path: Path
+) -> None:
+    """No training looks for signals any more when it draws its curves."""
+    logdir = tmp_path / "s"
+
+    def work() -> int:
+        plot_curves = cage2.plot_curves
+
+        def plot_and_interrupt(folder: Path) -> None:
+            plot_curves(folder)
+            os.kill(os.getpid(), signal.SIGINT)
+
+        cage2.plot_curves = plot_and_interrupt
+        return cage2.search(search_args(cage2, logdir, shared))
+
+    assert wait(fork(work, tmp_path / "out")) == signal.SIGINT
+    assert len(json.loads((logdir / "history.json").read_text())["history"]) == 1
+    assert "Traceback" not in (tmp_path / "out").read_text()
+
+
+def test_a_search_does_not_go_on_with_another_shared_policy(cage2: ModuleType, shared: Path, tmp_path: Path) -> None:
+    own = tmp_path / "shared.pt"
+    own.write_bytes(shared.read_bytes())
+    cage2.search(search_args(cage2, tmp_path / "s", own, n_workflows=1))
+    checkpoint = cage2.load_checkpoint(own)
+    cage2.save_checkpoint(own, checkpoint | {"counters": checkpoint["counters"] | {"seconds": 1.0}})
+    with pytest.raises(cage2.UsageError, match="no longer the policy"):
+        cage2.search(search_args(cage2, tmp_path / "s", own, n_workflows=2, resume=True))
 
 
 def test_a_search_prints_the_five_best_and_can_be_extended(

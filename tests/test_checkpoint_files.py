@@ -324,6 +324,29 @@ def test_a_best_policy_that_the_disk_refuses_is_not_the_best_yet(
     assert (entry["score"], entry["step"]) == (30.0, 192)
 
 
+def test_the_best_policy_of_a_lost_part_of_a_run_stays_the_best(
+    continuous: ModuleType, run_tiny: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after an evaluation and before the next save, a run on another device need not find that policy again."""
+    evaluate = continuous.evaluate
+
+    def scores(*values: float) -> None:
+        remaining = iter(values)
+        found = lambda *a, **k: evaluate(*a, **k) | {"mean_return": next(remaining)}  # noqa: E731
+        monkeypatch.setattr(continuous, "evaluate", found)
+
+    logdir = tmp_path / "run"
+    scores(60.0, 90.0)
+    run_tiny(logdir=logdir, total_timesteps=128, eval_every=64, save_every=64)
+    os.replace(logdir / "latest.prev.pt", logdir / "latest.pt")  # as if the last save had not been
+    scores(50.0, 70.0)
+    run_tiny(logdir=logdir, total_timesteps=192, eval_every=64, save_every=64, resume=True)
+    counters = continuous.load_checkpoint(logdir / "best.pt")["counters"]
+    assert (counters["global_step"], counters["best_return"]) == (128, 90.0)
+    indices = [json.loads(index.read_text()) for index in tmp_path.glob("best/*/index.json")]  # of runs of two lengths
+    assert [(entry["score"], entry["step"]) for (entry,) in indices] == [(90.0, 128)] * 2
+
+
 def test_a_link_to_a_disk_that_is_not_mounted_is_refused(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

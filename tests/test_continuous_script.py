@@ -210,9 +210,12 @@ def test_a_run_to_be_resumed_can_be_explained(run_tiny: Run, run_main: Main) -> 
     assert {path: path.read_bytes() for path in Path(logdir).iterdir()} == before
 
 
-def test_explain_under_torchrun_is_refused(run_main: Main, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("words", [["--explain"], ["play", "--logdir", "runs/none"]], ids=" ".join)
+def test_what_one_process_does_is_refused_under_torchrun(
+    words: list[str], run_main: Main, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    code, _, err = run_main("--explain")
+    code, _, err = run_main(*words)
     assert (code, "leave torchrun out" in err) == (2, True)
 
 

@@ -140,6 +140,7 @@ def test_observation_shapes(fceumm: str, obs: str, stack: int | None, shape: tup
         ({"obs": "rgb84"}, "gray64"),
         ({"frame_stack": 0}, "at least 1"),
         ({"skip": 0}, "skip=0"),
+        ({"skip": 1, "max_pool": True}, "skip=1"),
         ({"reward": "score"}, "shaped, document"),
         ({"stuck_steps": -1}, "0 to switch it off"),
         ({"noop_max": -3}, "noop_max=-3"),
@@ -500,6 +501,16 @@ def test_a_new_life_is_stuck_by_its_own_ground_and_paid_for_new_ground_only(fceu
     again = play(env, [RUN] * 14)
     assert all(step[1] <= 0 for step in again)  # no new ground
     assert env._steps_without_progress == 0  # but not stuck
+
+
+def test_a_death_in_the_whole_game_is_not_counted_as_standing_still(fceumm: str) -> None:
+    env = MarioEnv("full", fceumm, stuck_steps=20, full_info=True)
+    env.reset(seed=0)
+    play(env, [RUN] * 15)
+    env._steps_without_progress = 19
+    env._game.core.poke(0xB5, 2)  # into a pit, in the twentieth decision without new ground
+    _, _, terminated, _, info = env.step(NOOP)
+    assert (terminated, info["death"], info["stuck"], env._steps_without_progress) == (False, True, False, 0)
 
 
 def test_a_fall_from_the_clouds_is_no_death(fceumm: str) -> None:

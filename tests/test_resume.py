@@ -5,6 +5,7 @@ Children are forked from the test process, which has everything imported; they a
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
@@ -327,7 +328,12 @@ def test_a_finished_run_can_be_resumed_and_stays_as_it_is(run_tiny: Run) -> None
     first = run_tiny()
     logdir = Path(first["logdir"])
     before = {name: (logdir / name).read_bytes() for name in ("progress.csv", "eval.csv", "best.pt")}
+    config = json.loads((logdir / "config.json").read_text())
     again = run_tiny(logdir=logdir, resume=True)
+    resumed = json.loads((logdir / "config.json").read_text())
+    assert resumed.pop("resumed") == [{name: config[name] for name in ("versions", "commit", "command")}]
+    assert resumed.pop("args") | {"resume": False} == config.pop("args")
+    assert resumed == config  # how the run began
     assert again["mean_return"] == first["mean_return"]
     assert again["update"] == 3
     assert {name: (logdir / name).read_bytes() for name in before} == before

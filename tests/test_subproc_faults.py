@@ -9,6 +9,7 @@ import os
 import random
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +26,7 @@ import pytest
 from gymnasium.error import NoAsyncCallError
 from gymnasium.spaces import Box, Discrete
 
+from envs._worker_pool import limit_waits
 from envs.subproc_vec_env import SubprocVecEnv, WorkerError
 from tests.test_subproc_vec_env import CONTEXTS, MODES, CountEnv
 
@@ -377,6 +379,19 @@ class BigEnv(CountEnv):
 
 
 @pytest.mark.timeout(20)
+def test_a_default_timeout_of_sockets_does_not_hurry_the_workers() -> None:
+    """A program may have set one for its downloads; pipes to workers must still wait."""
+    ours, theirs = multiprocessing.Pipe()
+    socket.setdefaulttimeout(30.0)
+    try:
+        limit_waits(ours, 5.0)
+    finally:
+        socket.setdefaulttimeout(None)
+    assert os.get_blocking(ours.fileno())
+    theirs.close()
+    ours.close()
+
+
 def test_a_worker_that_is_stopped_does_not_block_a_large_reply() -> None:
     envs = SubprocVecEnv([BigEnv, BigEnv], 2, step_timeout=1.0)
     envs.call_async("big")

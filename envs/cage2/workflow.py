@@ -128,10 +128,8 @@ class WorkflowEnv(VectorWrapper):
         super().__init__(env)
         self.workflow = None if workflow == "any" else parse_workflow(workflow)
         self.alignment = alignment
-        true_state = getattr(env.unwrapped, "true_state", None)
-        self.follow_infos = true_state is None
-        # A view of the running games, or a copy of what the last infos said.
-        self.clearable = true_state()["clearable"] if true_state else np.zeros((self.num_envs, len(HOSTS)), bool)
+        self.follow_infos = not hasattr(env.unwrapped, "true_state")
+        self.clearable = np.zeros((self.num_envs, len(HOSTS)), bool)  # what the last infos said, if they are followed
         self.seeds = np.random.default_rng().integers(2**31, size=self.num_envs)
         self.episodes = np.zeros(self.num_envs, np.int64)  # ended since the seed was set
         self.orders = np.zeros(self.num_envs, np.int64)
@@ -159,6 +157,8 @@ class WorkflowEnv(VectorWrapper):
             seeds = seed + np.arange(self.num_envs) if isinstance(seed, int | np.integer) else seed
             self.seeds = np.array([old if new is None else new for new, old in zip(seeds, self.seeds, strict=True)])
             self.episodes[:], self.recent[:] = 0, 0
+        if "reset_mask" in (options or {}):
+            raise ValueError("WorkflowEnv restarts each episode in its last step: leave options['reset_mask'] out.")
         obs, infos = self.env.reset(seed=seed, options=options)
         self._start(np.arange(self.num_envs))
         if self.follow_infos:
@@ -166,7 +166,9 @@ class WorkflowEnv(VectorWrapper):
         return self._inputs(obs), infos
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
-        before = self.clearable if self.follow_infos else self.clearable.copy()
+        before = self.clearable
+        if not self.follow_infos:
+            before = self.env.unwrapped.true_state()["clearable"].copy()  # type: ignore[attr-defined]
         obs, rewards, terminated, truncated, infos = self.env.step(actions)
         self.counts += judge_fixes(infos["game_actions"], before, RANKS[self.orders])
         compliance = self.counts[:, COMPLIANT] / np.maximum(self.counts[:, JUDGED], 1)
