@@ -222,124 +222,6 @@ RESUMABLE = {"total_timesteps", "logdir", "resume", "device", "torch_threads", "
              "eval_episodes", "save_every", "track", "capture_video", "hints", "explain"}  # fmt: skip
 
 
-class UsageError(ValueError):
-    """A mistake in what was asked for; the message says, in one sentence, what to change."""
-
-
-class DamagedError(UsageError):
-    """A checkpoint that is missing or damaged, so that the one before it may serve."""
-
-
-def flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def require(values: Any, condition: str, holds: Callable[[Any], bool], *names: str) -> None:
-    """Raise UsageError for the first of the named values, None aside, for which `holds` is false."""
-    for name in names:
-        value = getattr(values, name)
-        if value is not None and not holds(value):
-            raise UsageError(f"{flag(name)} must be {condition}, not {value}.")
-
-
-def require_flag(values: Any, needed: str, *names: str) -> None:
-    """Raise UsageError for the first of the named values that is not the default, if `needed` is off: it would do
-    nothing."""
-    for name in names:
-        if getattr(values, name) != getattr(type(values), name) and not getattr(values, needed):
-            raise UsageError(f"{flag(name)} needs {flag(needed)}.")
-
-
-def world_size() -> int:
-    """The number of processes of this run: torchrun sets the variable (docs/distributed.md)."""
-    return int(os.environ.get("WORLD_SIZE", 1))
-
-
-def require_one_process(what: str) -> None:
-    """Raise UsageError if torchrun has started several processes, each of which would do the same."""
-    if world_size() > 1:
-        raise UsageError(f"{what} is for one process: leave torchrun out.")
-
-
-def check_ranges(args: Args) -> None:
-    """Raise UsageError for a value outside its range: what holds for every PPO script."""
-    require(args, "at least 1", lambda x: x >= 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches",
-            "update_epochs", "eval_episodes", "torch_threads", "num_workers")  # fmt: skip
-    require(args, "positive and below 1e38", lambda x: 0 < x < 1e38, "learning_rate", "clip_coef", "max_grad_norm",
-            "target_kl")  # fmt: skip
-    require(args, "at least 0 and below 1e38", lambda x: 0 <= x < 1e38, "eval_every", "save_every", "ent_coef",
-            "vf_coef")  # fmt: skip
-    require(args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
-    require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "gamma", "gae_lambda")
-    batch = f"{args.batch_size} (num_envs {args.num_envs} x num_steps {args.num_steps})"
-    if args.total_timesteps < args.batch_size:
-        raise UsageError(f"--total-timesteps {args.total_timesteps} is less than one batch of {batch}.")
-    if args.batch_size % args.num_minibatches:
-        raise UsageError(f"--num-minibatches {args.num_minibatches} does not divide the batch of {batch}.")
-    if args.norm_adv_scope != "minibatch" and not args.norm_adv:
-        raise UsageError(f"--norm-adv-scope {args.norm_adv_scope} needs --norm-adv.")
-    values = {"minibatch": args.minibatch_size, "batch": args.batch_size, "per_env": args.num_steps}
-    if args.norm_adv and values[args.norm_adv_scope] < 2:
-        raise UsageError(
-            f"--norm-adv-scope {args.norm_adv_scope} would normalise single advantages: --num-steps {args.num_steps},"
-            f" --num-minibatches {args.num_minibatches}. Add --no-norm-adv."
-        )
-    if args.track and importlib.util.find_spec("wandb") is None:
-        raise UsageError("--track needs Weights & Biases: pip install wandb.")
-    if args.resume and args.logdir is None:
-        raise UsageError("--resume needs --logdir, the folder of the run to continue.")
-    ranks = world_size()
-    if args.num_envs % ranks or args.minibatch_size % ranks:
-        raise UsageError(
-            f"--num-envs {args.num_envs} and minibatches of {args.minibatch_size} cannot be split evenly over {ranks} "
-            "processes."
-        )
-    devices = ["cpu", *["cuda"] * torch.cuda.is_available(), *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    if args.device not in devices:
-        raise UsageError(f"--device {args.device} is not available here; use {' or '.join(devices)}.")
-
-
-def known_args(values: dict[str, Any]) -> Args:
-    """Args from saved values; those that this copy of the script no longer has are left out."""
-    return Args(**{name: value for name, value in values.items() if name in Args.__dataclass_fields__})
-
-
-def validate(args: Args) -> None:
-    """Raise UsageError, one sentence with the numbers in it, for arguments that cannot work."""
-    check_ranges(args)
-    if args.env_id != "CAGE2-v0":
-        raise UsageError(f"This script plays CAGE2-v0 alone, not {args.env_id!r}; leave --env-id out.")
-    if args.gamma == 1 and not args.finite_horizon:
-        raise UsageError(
-            "--gamma 1 makes the value of a game without an end infinite; add --finite-horizon, or lower it."
-        )
-    require(args, "in 1..100000", lambda x: 1 <= x <= 100_000, "max_steps")
-    require(args, "positive and below 1e38", lambda x: 0 < x < 1e38, "reward_scale")
-    require(
-        args, "positive widths, one or more", lambda sizes: sizes and all(size > 0 for size in sizes), "hidden_sizes"
-    )
-    require(args, "at least 0 and below 1e38", lambda x: 0 <= x < 1e38, "alignment", "min_episodes")
-    require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "compliance_threshold")
-    if args.workflow not in (None, "any"):
-        try:
-            parse_workflow(args.workflow)
-        except ValueError as error:
-            raise UsageError(f"--workflow: {error}") from None
-    require_flag(args, "workflow", "compliance_threshold", "alignment", "min_episodes")
-    if args.compliance_threshold is None:
-        if args.min_episodes != Args.min_episodes:
-            raise UsageError("--min-episodes needs --compliance-threshold.")
-    elif (episodes := args.num_updates * args.num_steps // args.max_steps) < args.min_episodes:
-        raise UsageError(
-            f"--min-episodes {args.min_episodes} is more than the {episodes} episodes of each environment in "
-            f"{args.num_updates} updates: no compliance would ever be confirmed."
-        )
-    if args.init_from is not None and not args.resume:
-        vec_env = make_envs(replace(args, num_envs=1))
-        load_policy(Agent(vec_env, args), Path(args.init_from))
-        vec_env.close()
-
-
 # ==========================================================================================================
 # Agent
 # ==========================================================================================================
@@ -573,6 +455,7 @@ DECOY_SLOTS = [
 # nothing, but for Vsftpd, of which another one starts.
 REDUCED_HOSTS = [HOSTS.index(h) for h in ("Defender", "Enterprise0", "Enterprise1", "Enterprise2", "Op_Server0",
                                           "User1", "User2", "User3", "User4")]  # fmt: skip
+
 # A workflow may ask for the repair of any host but User0, where red's foothold never ends.
 WORKFLOW_HOSTS = [h for h, name in enumerate(HOSTS) if name != "User0"]
 
@@ -1081,243 +964,6 @@ def crossed(step: int, advance: int, every: int) -> bool:
     return every > 0 and step // every > (step - advance) // every
 
 
-class Interrupt:
-    """Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop after the update; a second stops at once."""
-
-    def __init__(self) -> None:
-        self.signum: int | None = None
-        signals = [signal.SIGINT, signal.SIGTERM]
-        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
-            signals.append(signal.SIGHUP)
-        self.previous = {s: signal.signal(s, self) for s in signals}
-
-    def __call__(self, signum: int, frame: Any) -> None:
-        if self.signum is not None:
-            self.restore()
-            raise KeyboardInterrupt
-        self.signum = signum
-        if os.environ.get("RANK", "0") == "0":  # not print: the signal may have come in the middle of one
-            with contextlib.suppress(OSError):  # nobody may be listening any more
-                os.write(2, b"\nstopping after this update; once more to stop at once\n")
-
-    def restore(self) -> None:
-        for signum, handler in self.previous.items():
-            signal.signal(signum, handler)
-
-
-class Ranks:
-    """The processes that torchrun started, each with its share of the environments; without it, this one alone.
-
-    Everything but stepping environments, inference and gradients is done by all ranks alike, on the whole rollout and
-    with equal random numbers: n ranks learn what one with all environments would. All must make the same calls.
-    """
-
-    def __init__(self, args: Args) -> None:
-        self.rank, self.size = int(os.environ.get("RANK", 0)), world_size()
-        self.device = torch.device(args.device)
-        if self.size > 1:
-            # Others wait while rank 0 evaluates, and that may take longer than the 30 minutes of the default.
-            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-            dist.init_process_group(backend, timeout=datetime.timedelta(days=1))
-            if args.device == "cuda":
-                self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-
-    def share(self, args: Args) -> Args:
-        """`args` with the number of environments and workers of this rank."""
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-        workers = args.num_workers or max(1, len(os.sched_getaffinity(0)) // local_ranks)
-        return args if self.size == 1 else replace(args, num_envs=args.num_envs // self.size, num_workers=workers)
-
-    def gather(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """The ranks' tensors, equal in shape, joined along `dim`, which counts environments."""
-        if self.size == 1:
-            return x
-        parts = [torch.empty_like(x) for _ in range(self.size)]
-        dist.all_gather(parts, x.contiguous())
-        return torch.cat(parts, dim)
-
-    def gather_arrays(self, x: np.ndarray) -> list[np.ndarray]:
-        """The array of each rank."""
-        return list(self.gather(torch.from_numpy(x)[None], 0).numpy())
-
-    def gather_objects(self, x: Any) -> list[Any]:
-        """The object of each rank; from several ranks, tensors come as arrays."""
-        if self.size == 1:
-            return [x]
-        objects = [None] * self.size
-        dist.all_gather_object(objects, to_arrays(x))
-        return objects
-
-    def run_once(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The result of `function` on rank 0, in all ranks; its UsageError too. Its arrays then come as tensors."""
-        if self.size == 1:
-            return function(*args)
-        results = [None]
-        if self.rank == 0:
-            try:
-                results = [to_arrays(function(*args))]
-            except UsageError as error:
-                results = [error]  # type: ignore[list-item]
-        dist.broadcast_object_list(results, device=torch.device("cpu"))
-        if isinstance(results[0], UsageError):
-            raise results[0]
-        return to_tensors(results[0])
-
-    def average(self, tensors: list[torch.Tensor]) -> None:
-        """Replace tensors by their means over the ranks, in one message."""
-        if self.size > 1:
-            flat = torch.cat([x.reshape(-1) for x in tensors])
-            dist.all_reduce(flat)
-            for x, mean in zip(tensors, (flat / self.size).split([x.numel() for x in tensors]), strict=True):
-                x.copy_(mean.view_as(x))
-
-    def close(self) -> None:
-        if self.size > 1:
-            dist.destroy_process_group()
-
-
-def check_finite(postmortem: Path, first_env: int, actions: torch.Tensor, **rollout: torch.Tensor) -> None:
-    """Raise FloatingPointError, naming environment, step and last action, if a number of the rollout's tensors,
-    each (num_steps, num_envs, ...) from environment `first_env` on, is not finite; it goes to `postmortem`."""
-    for name, tensor in rollout.items():
-        bad = (~torch.isfinite(tensor)).flatten(2).any(-1) if tensor.ndim > 2 else ~torch.isfinite(tensor)
-        if bad.any():
-            t, n = bad.nonzero()[0].tolist()
-            arrays: dict[str, Any] = {key: value.cpu() for key, value in rollout.items()}
-            np.savez(postmortem, actions=actions.cpu(), **arrays)
-            last_action = actions[max(t - 1, 0) if name == "obs" else t, n].tolist()
-            raise FloatingPointError(
-                f"{name} of environment {first_env + n} is not finite at step {t} of the rollout, after action "
-                f"{last_action}; the weights were not touched, the rollout is in {postmortem}."
-            )
-
-
-def check_gradients(postmortem: Path, steps: list[torch.Tensor], minibatches: list[torch.Tensor]) -> None:
-    """Raise FloatingPointError if the gradient's norm, the last of a step's metrics, is not finite; the step's
-    minibatch, of those in tensors (n, ...), goes to `postmortem`."""
-    bad = [i for i, norm in enumerate(torch.stack(steps)[:, -1].tolist() if steps else []) if not math.isfinite(norm)]
-    if bad:
-        np.savez(postmortem, *[x[bad[0]].cpu() for x in minibatches])
-        raise FloatingPointError(
-            f"A gradient is not finite; it changed no weight, its minibatch is in {postmortem}, and latest.pt is from "
-            "before. A smaller --learning-rate may help."
-        )
-
-
-def hint(record: dict[str, float], progress: float, lowest_entropy: float) -> str | None:
-    """What looks wrong in an update's metrics, in one sentence, or None; docs/metrics.md explains the bounds."""
-    kl, clip_fraction = record["train/approx_kl"], record["train/clip_fraction"]
-    entropy, explained = record["train/entropy"], record["train/explained_variance"]
-    if record["rollout/resets"] == 0:
-        return "no episode has ended yet, so there is no return to judge by: wait, or shorten the episodes."
-    if record["train/advantage_std"] < 1e-4:
-        return f"advantages differ by {record['train/advantage_std']:.0e} only: rewards are too rare or too small."
-    if kl > 0.1 or clip_fraction > 0.5:
-        return (
-            f"the policy moves too far in an update (KL {kl:.2f}, {clip_fraction:.0%} clipped): lower --learning-rate "
-            "or --update-epochs, or set --target-kl 0.03."
-        )
-    if entropy < lowest_entropy and progress < 0.5:
-        return f"the entropy has fallen to {entropy:.2f} early in the run, so little is explored: raise --ent-coef."
-    if explained < 0.05 and progress > 0.1:
-        return f"the critic explains {max(explained, 0):.0%} of the returns: see docs/metrics.md, 'Symptoms'."
-    return None
-
-
-def describe(args: Args, logdir: Path, agent: nn.Module, rollout: list[torch.Tensor]) -> str:
-    """The sizes that follow from the arguments, to be read before the run."""
-    return (
-        f"{args.env_id}: {args.num_updates} updates of {args.batch_size} transitions ({args.num_envs} environments x "
-        f"{args.num_steps} steps), {args.update_epochs} epochs x {args.num_minibatches} minibatches of "
-        f"{args.minibatch_size}\n{sum(p.numel() for p in agent.parameters()):,} weights, rollout of "
-        f"{sum(x.nbytes for x in rollout) / 2**20:.1f} MiB, device {args.device}, seed {args.seed}, folder {logdir}"
-    )
-
-
-def lock_folder(logdir: Path) -> int:
-    """Keep other runs out of a folder until the descriptor that is returned is closed. Raises UsageError if one is
-    in it. The lock is the process's own (lockf): it goes with a kill -9, even if forked workers live a moment longer.
-    """
-    descriptor = os.open(logdir / "run.lock", os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        os.close(descriptor)
-        raise UsageError(f"{logdir} is in use by another process: wait for it, or choose another --logdir.") from None
-    except OSError:  # a file system without locks
-        pass
-    return descriptor
-
-
-def run_folder(args: Args) -> Path:
-    """--logdir, or a new folder with the time in its name."""
-    if args.logdir:
-        Path(args.logdir).mkdir(parents=True, exist_ok=True)
-        return Path(args.logdir)
-    Path("runs").mkdir(exist_ok=True)  # here, because an error means something else in the loop
-    while True:
-        now = time.strftime("%Y%m%d-%H%M%S")
-        logdir = Path(f"runs/{args.env_id.replace('/', '_')}__{SCRIPT}__{args.seed}__{now}")
-        with contextlib.suppress(FileExistsError):  # another run has begun this second
-            logdir.mkdir()
-            return logdir
-        time.sleep(0.1)
-
-
-def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, int]:
-    """The run folder, with config.json written, the checkpoint to continue from, if --resume, and the folder's lock.
-    Raises UsageError if the folder holds another run, or the arguments would make the resumed run another one."""
-    if args.resume and not Path(args.logdir or "").is_dir():
-        raise UsageError(f"There is no run folder {args.logdir} to continue.")
-    with contextlib.ExitStack() as undo:
-        try:
-            logdir = run_folder(args)
-            lock = lock_folder(logdir)
-            undo.callback(os.close, lock)
-            # Read only now: whoever else was in the folder may have written a newer one.
-            checkpoint = load_latest(logdir, args.device, repair=True) if args.resume else None
-            check_continuation(args, logdir, checkpoint)
-            write_config(args, logdir)
-        except OSError as error:
-            raise UsageError(f"The run folder {args.logdir or 'runs/'} cannot be written: {error.strerror}.") from None
-        undo.pop_all()  # all went well: the lock stays
-    return logdir, checkpoint, lock
-
-
-def check_continuation(args: Args, logdir: Path, checkpoint: dict[str, Any] | None) -> None:
-    """Raise UsageError if the folder holds another run, or the arguments would make the resumed run another one."""
-    if checkpoint is None and (logdir / "latest.pt").exists():
-        raise UsageError(f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
-    for name, saved in (checkpoint or {"args": {}})["args"].items():
-        if name not in RESUMABLE and getattr(args, name, None) != saved:
-            raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name, None)}.")
-    if checkpoint is not None:
-        done, ranks = checkpoint["counters"]["update"], len(checkpoint["ranks"])
-        if ranks != world_size():
-            raise UsageError(f"{logdir} is a run of {ranks} processes and cannot go on with {world_size()}.")
-        if args.num_updates <= done and args.total_timesteps < checkpoint["args"]["total_timesteps"]:
-            raise UsageError(
-                f"--total-timesteps {args.total_timesteps}: {logdir} has done {done * args.batch_size} already."
-            )
-
-
-def write_config(args: Args, logdir: Path) -> None:
-    """Write config.json: arguments, versions, commit and command line; a resumed run's last three in "resumed", where
-    it keeps a list of them."""
-    commit = ""
-    if shutil.which("git"):
-        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
-    versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
-    now, file = {"versions": versions, "commit": commit, "command": sys.argv}, logdir / "config.json"
-    config: dict[str, Any] = {"args": asdict(args), **now}
-    if args.resume and file.exists():
-        with contextlib.suppress(json.JSONDecodeError):  # cut off by a full disk
-            first = json.loads(file.read_text())
-            config = {**first, "args": asdict(args), "resumed": [*first.get("resumed", []), now]}
-    file.write_text(json.dumps(config, indent=1))
-
-
 def train(args: Args, interrupt: Interrupt | None = None) -> dict[str, Any]:
     """Train, evaluate and save as `args` say; returns the run folder and the last and best evaluation.
 
@@ -1698,6 +1344,7 @@ class SearchArgs:
 
 
 PAIRS = np.array(list(itertools.combinations(range(len(UNIT_TYPES)), 2)))
+
 # DISCORDANT[a, b]: how many of the 10 pairs of types orders a and b rank differently (Kendall's tau distance).
 PAIR_SIGNS = np.sign(RANKS[:, PAIRS[:, 0]] - RANKS[:, PAIRS[:, 1]])  # (120, 10)
 DISCORDANT = (len(PAIRS) - PAIR_SIGNS @ PAIR_SIGNS.T) // 2
@@ -2032,7 +1679,7 @@ def validate_search(args: SearchArgs) -> None:
 
 
 # ==========================================================================================================
-# Playing and the command line
+# Playing
 # ==========================================================================================================
 @dataclass
 class PlayArgs:
@@ -2208,6 +1855,370 @@ def curves(curves_args: CurvesArgs) -> None:
     print(logdir / "curves.png")
 
 
+# ==========================================================================================================
+# Behind the loop: signals, ranks, the run folder
+# ==========================================================================================================
+class Interrupt:
+    """Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop after the update; a second stops at once."""
+
+    def __init__(self) -> None:
+        self.signum: int | None = None
+        signals = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
+            signals.append(signal.SIGHUP)
+        self.previous = {s: signal.signal(s, self) for s in signals}
+
+    def __call__(self, signum: int, frame: Any) -> None:
+        if self.signum is not None:
+            self.restore()
+            raise KeyboardInterrupt
+        self.signum = signum
+        if os.environ.get("RANK", "0") == "0":  # not print: the signal may have come in the middle of one
+            with contextlib.suppress(OSError):  # nobody may be listening any more
+                os.write(2, b"\nstopping after this update; once more to stop at once\n")
+
+    def restore(self) -> None:
+        for signum, handler in self.previous.items():
+            signal.signal(signum, handler)
+
+
+class Ranks:
+    """The processes that torchrun started, each with its share of the environments; without it, this one alone.
+
+    Everything but stepping environments, inference and gradients is done by all ranks alike, on the whole rollout and
+    with equal random numbers: n ranks learn what one with all environments would. All must make the same calls.
+    """
+
+    def __init__(self, args: Args) -> None:
+        self.rank, self.size = int(os.environ.get("RANK", 0)), world_size()
+        self.device = torch.device(args.device)
+        if self.size > 1:
+            # Others wait while rank 0 evaluates, and that may take longer than the 30 minutes of the default.
+            backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+            dist.init_process_group(backend, timeout=datetime.timedelta(days=1))
+            if args.device == "cuda":
+                self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+
+    def share(self, args: Args) -> Args:
+        """`args` with the number of environments and workers of this rank."""
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        workers = args.num_workers or max(1, len(os.sched_getaffinity(0)) // local_ranks)
+        return args if self.size == 1 else replace(args, num_envs=args.num_envs // self.size, num_workers=workers)
+
+    def gather(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """The ranks' tensors, equal in shape, joined along `dim`, which counts environments."""
+        if self.size == 1:
+            return x
+        parts = [torch.empty_like(x) for _ in range(self.size)]
+        dist.all_gather(parts, x.contiguous())
+        return torch.cat(parts, dim)
+
+    def gather_arrays(self, x: np.ndarray) -> list[np.ndarray]:
+        """The array of each rank."""
+        return list(self.gather(torch.from_numpy(x)[None], 0).numpy())
+
+    def gather_objects(self, x: Any) -> list[Any]:
+        """The object of each rank; from several ranks, tensors come as arrays."""
+        if self.size == 1:
+            return [x]
+        objects = [None] * self.size
+        dist.all_gather_object(objects, to_arrays(x))
+        return objects
+
+    def run_once(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The result of `function` on rank 0, in all ranks; its UsageError too. Its arrays then come as tensors."""
+        if self.size == 1:
+            return function(*args)
+        results = [None]
+        if self.rank == 0:
+            try:
+                results = [to_arrays(function(*args))]
+            except UsageError as error:
+                results = [error]  # type: ignore[list-item]
+        dist.broadcast_object_list(results, device=torch.device("cpu"))
+        if isinstance(results[0], UsageError):
+            raise results[0]
+        return to_tensors(results[0])
+
+    def average(self, tensors: list[torch.Tensor]) -> None:
+        """Replace tensors by their means over the ranks, in one message."""
+        if self.size > 1:
+            flat = torch.cat([x.reshape(-1) for x in tensors])
+            dist.all_reduce(flat)
+            for x, mean in zip(tensors, (flat / self.size).split([x.numel() for x in tensors]), strict=True):
+                x.copy_(mean.view_as(x))
+
+    def close(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+def check_finite(postmortem: Path, first_env: int, actions: torch.Tensor, **rollout: torch.Tensor) -> None:
+    """Raise FloatingPointError, naming environment, step and last action, if a number of the rollout's tensors,
+    each (num_steps, num_envs, ...) from environment `first_env` on, is not finite; it goes to `postmortem`."""
+    for name, tensor in rollout.items():
+        bad = (~torch.isfinite(tensor)).flatten(2).any(-1) if tensor.ndim > 2 else ~torch.isfinite(tensor)
+        if bad.any():
+            t, n = bad.nonzero()[0].tolist()
+            arrays: dict[str, Any] = {key: value.cpu() for key, value in rollout.items()}
+            np.savez(postmortem, actions=actions.cpu(), **arrays)
+            last_action = actions[max(t - 1, 0) if name == "obs" else t, n].tolist()
+            raise FloatingPointError(
+                f"{name} of environment {first_env + n} is not finite at step {t} of the rollout, after action "
+                f"{last_action}; the weights were not touched, the rollout is in {postmortem}."
+            )
+
+
+def check_gradients(postmortem: Path, steps: list[torch.Tensor], minibatches: list[torch.Tensor]) -> None:
+    """Raise FloatingPointError if the gradient's norm, the last of a step's metrics, is not finite; the step's
+    minibatch, of those in tensors (n, ...), goes to `postmortem`."""
+    bad = [i for i, norm in enumerate(torch.stack(steps)[:, -1].tolist() if steps else []) if not math.isfinite(norm)]
+    if bad:
+        np.savez(postmortem, *[x[bad[0]].cpu() for x in minibatches])
+        raise FloatingPointError(
+            f"A gradient is not finite; it changed no weight, its minibatch is in {postmortem}, and latest.pt is from "
+            "before. A smaller --learning-rate may help."
+        )
+
+
+def hint(record: dict[str, float], progress: float, lowest_entropy: float) -> str | None:
+    """What looks wrong in an update's metrics, in one sentence, or None; docs/metrics.md explains the bounds."""
+    kl, clip_fraction = record["train/approx_kl"], record["train/clip_fraction"]
+    entropy, explained = record["train/entropy"], record["train/explained_variance"]
+    if record["rollout/resets"] == 0:
+        return "no episode has ended yet, so there is no return to judge by: wait, or shorten the episodes."
+    if record["train/advantage_std"] < 1e-4:
+        return f"advantages differ by {record['train/advantage_std']:.0e} only: rewards are too rare or too small."
+    if kl > 0.1 or clip_fraction > 0.5:
+        return (
+            f"the policy moves too far in an update (KL {kl:.2f}, {clip_fraction:.0%} clipped): lower --learning-rate "
+            "or --update-epochs, or set --target-kl 0.03."
+        )
+    if entropy < lowest_entropy and progress < 0.5:
+        return f"the entropy has fallen to {entropy:.2f} early in the run, so little is explored: raise --ent-coef."
+    if explained < 0.05 and progress > 0.1:
+        return f"the critic explains {max(explained, 0):.0%} of the returns: see docs/metrics.md, 'Symptoms'."
+    return None
+
+
+def describe(args: Args, logdir: Path, agent: nn.Module, rollout: list[torch.Tensor]) -> str:
+    """The sizes that follow from the arguments, to be read before the run."""
+    return (
+        f"{args.env_id}: {args.num_updates} updates of {args.batch_size} transitions ({args.num_envs} environments x "
+        f"{args.num_steps} steps), {args.update_epochs} epochs x {args.num_minibatches} minibatches of "
+        f"{args.minibatch_size}\n{sum(p.numel() for p in agent.parameters()):,} weights, rollout of "
+        f"{sum(x.nbytes for x in rollout) / 2**20:.1f} MiB, device {args.device}, seed {args.seed}, folder {logdir}"
+    )
+
+
+def lock_folder(logdir: Path) -> int:
+    """Keep other runs out of a folder until the descriptor that is returned is closed. Raises UsageError if one is
+    in it. The lock is the process's own (lockf): it goes with a kill -9, even if forked workers live a moment longer.
+    """
+    descriptor = os.open(logdir / "run.lock", os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):
+        os.close(descriptor)
+        raise UsageError(f"{logdir} is in use by another process: wait for it, or choose another --logdir.") from None
+    except OSError:  # a file system without locks
+        pass
+    return descriptor
+
+
+def run_folder(args: Args) -> Path:
+    """--logdir, or a new folder with the time in its name."""
+    if args.logdir:
+        Path(args.logdir).mkdir(parents=True, exist_ok=True)
+        return Path(args.logdir)
+    Path("runs").mkdir(exist_ok=True)  # here, because an error means something else in the loop
+    while True:
+        now = time.strftime("%Y%m%d-%H%M%S")
+        logdir = Path(f"runs/{args.env_id.replace('/', '_')}__{SCRIPT}__{args.seed}__{now}")
+        with contextlib.suppress(FileExistsError):  # another run has begun this second
+            logdir.mkdir()
+            return logdir
+        time.sleep(0.1)
+
+
+def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, int]:
+    """The run folder, with config.json written, the checkpoint to continue from, if --resume, and the folder's lock.
+    Raises UsageError if the folder holds another run, or the arguments would make the resumed run another one."""
+    if args.resume and not Path(args.logdir or "").is_dir():
+        raise UsageError(f"There is no run folder {args.logdir} to continue.")
+    with contextlib.ExitStack() as undo:
+        try:
+            logdir = run_folder(args)
+            lock = lock_folder(logdir)
+            undo.callback(os.close, lock)
+            # Read only now: whoever else was in the folder may have written a newer one.
+            checkpoint = load_latest(logdir, args.device, repair=True) if args.resume else None
+            check_continuation(args, logdir, checkpoint)
+            write_config(args, logdir)
+        except OSError as error:
+            raise UsageError(f"The run folder {args.logdir or 'runs/'} cannot be written: {error.strerror}.") from None
+        undo.pop_all()  # all went well: the lock stays
+    return logdir, checkpoint, lock
+
+
+def check_continuation(args: Args, logdir: Path, checkpoint: dict[str, Any] | None) -> None:
+    """Raise UsageError if the folder holds another run, or the arguments would make the resumed run another one."""
+    if checkpoint is None and (logdir / "latest.pt").exists():
+        raise UsageError(f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
+    for name, saved in (checkpoint or {"args": {}})["args"].items():
+        if name not in RESUMABLE and getattr(args, name, None) != saved:
+            raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name, None)}.")
+    if checkpoint is not None:
+        done, ranks = checkpoint["counters"]["update"], len(checkpoint["ranks"])
+        if ranks != world_size():
+            raise UsageError(f"{logdir} is a run of {ranks} processes and cannot go on with {world_size()}.")
+        if args.num_updates <= done and args.total_timesteps < checkpoint["args"]["total_timesteps"]:
+            raise UsageError(
+                f"--total-timesteps {args.total_timesteps}: {logdir} has done {done * args.batch_size} already."
+            )
+
+
+def write_config(args: Args, logdir: Path) -> None:
+    """Write config.json: arguments, versions, commit and command line; a resumed run's last three in "resumed", where
+    it keeps a list of them."""
+    commit = ""
+    if shutil.which("git"):
+        git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+        commit = subprocess.run(git, capture_output=True, text=True, check=False).stdout.strip()
+    versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
+    now, file = {"versions": versions, "commit": commit, "command": sys.argv}, logdir / "config.json"
+    config: dict[str, Any] = {"args": asdict(args), **now}
+    if args.resume and file.exists():
+        with contextlib.suppress(json.JSONDecodeError):  # cut off by a full disk
+            first = json.loads(file.read_text())
+            config = {**first, "args": asdict(args), "resumed": [*first.get("resumed", []), now]}
+    file.write_text(json.dumps(config, indent=1))
+
+
+# ==========================================================================================================
+# Checks of the arguments
+# ==========================================================================================================
+class UsageError(ValueError):
+    """A mistake in what was asked for; the message says, in one sentence, what to change."""
+
+
+class DamagedError(UsageError):
+    """A checkpoint that is missing or damaged, so that the one before it may serve."""
+
+
+def known_args(values: dict[str, Any]) -> Args:
+    """Args from saved values; those that this copy of the script no longer has are left out."""
+    return Args(**{name: value for name, value in values.items() if name in Args.__dataclass_fields__})
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def require(values: Any, condition: str, holds: Callable[[Any], bool], *names: str) -> None:
+    """Raise UsageError for the first of the named values, None aside, for which `holds` is false."""
+    for name in names:
+        value = getattr(values, name)
+        if value is not None and not holds(value):
+            raise UsageError(f"{flag(name)} must be {condition}, not {value}.")
+
+
+def require_flag(values: Any, needed: str, *names: str) -> None:
+    """Raise UsageError for the first of the named values that is not the default, if `needed` is off: it would do
+    nothing."""
+    for name in names:
+        if getattr(values, name) != getattr(type(values), name) and not getattr(values, needed):
+            raise UsageError(f"{flag(name)} needs {flag(needed)}.")
+
+
+def world_size() -> int:
+    """The number of processes of this run: torchrun sets the variable (docs/distributed.md)."""
+    return int(os.environ.get("WORLD_SIZE", 1))
+
+
+def require_one_process(what: str) -> None:
+    """Raise UsageError if torchrun has started several processes, each of which would do the same."""
+    if world_size() > 1:
+        raise UsageError(f"{what} is for one process: leave torchrun out.")
+
+
+def check_ranges(args: Args) -> None:
+    """Raise UsageError for a value outside its range: what holds for every PPO script."""
+    require(args, "at least 1", lambda x: x >= 1, "total_timesteps", "num_envs", "num_steps", "num_minibatches",
+            "update_epochs", "eval_episodes", "torch_threads", "num_workers")  # fmt: skip
+    require(args, "positive and below 1e38", lambda x: 0 < x < 1e38, "learning_rate", "clip_coef", "max_grad_norm",
+            "target_kl")  # fmt: skip
+    require(args, "at least 0 and below 1e38", lambda x: 0 <= x < 1e38, "eval_every", "save_every", "ent_coef",
+            "vf_coef")  # fmt: skip
+    require(args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
+    require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "gamma", "gae_lambda")
+    batch = f"{args.batch_size} (num_envs {args.num_envs} x num_steps {args.num_steps})"
+    if args.total_timesteps < args.batch_size:
+        raise UsageError(f"--total-timesteps {args.total_timesteps} is less than one batch of {batch}.")
+    if args.batch_size % args.num_minibatches:
+        raise UsageError(f"--num-minibatches {args.num_minibatches} does not divide the batch of {batch}.")
+    if args.norm_adv_scope != "minibatch" and not args.norm_adv:
+        raise UsageError(f"--norm-adv-scope {args.norm_adv_scope} needs --norm-adv.")
+    values = {"minibatch": args.minibatch_size, "batch": args.batch_size, "per_env": args.num_steps}
+    if args.norm_adv and values[args.norm_adv_scope] < 2:
+        raise UsageError(
+            f"--norm-adv-scope {args.norm_adv_scope} would normalise single advantages: --num-steps {args.num_steps},"
+            f" --num-minibatches {args.num_minibatches}. Add --no-norm-adv."
+        )
+    if args.track and importlib.util.find_spec("wandb") is None:
+        raise UsageError("--track needs Weights & Biases: pip install wandb.")
+    if args.resume and args.logdir is None:
+        raise UsageError("--resume needs --logdir, the folder of the run to continue.")
+    ranks = world_size()
+    if args.num_envs % ranks or args.minibatch_size % ranks:
+        raise UsageError(
+            f"--num-envs {args.num_envs} and minibatches of {args.minibatch_size} cannot be split evenly over {ranks} "
+            "processes."
+        )
+    devices = ["cpu", *["cuda"] * torch.cuda.is_available(), *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
+    if args.device not in devices:
+        raise UsageError(f"--device {args.device} is not available here; use {' or '.join(devices)}.")
+
+
+def validate(args: Args) -> None:
+    """Raise UsageError, one sentence with the numbers in it, for arguments that cannot work."""
+    check_ranges(args)
+    if args.env_id != "CAGE2-v0":
+        raise UsageError(f"This script plays CAGE2-v0 alone, not {args.env_id!r}; leave --env-id out.")
+    if args.gamma == 1 and not args.finite_horizon:
+        raise UsageError(
+            "--gamma 1 makes the value of a game without an end infinite; add --finite-horizon, or lower it."
+        )
+    require(args, "in 1..100000", lambda x: 1 <= x <= 100_000, "max_steps")
+    require(args, "positive and below 1e38", lambda x: 0 < x < 1e38, "reward_scale")
+    require(
+        args, "positive widths, one or more", lambda sizes: sizes and all(size > 0 for size in sizes), "hidden_sizes"
+    )
+    require(args, "at least 0 and below 1e38", lambda x: 0 <= x < 1e38, "alignment", "min_episodes")
+    require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "compliance_threshold")
+    if args.workflow not in (None, "any"):
+        try:
+            parse_workflow(args.workflow)
+        except ValueError as error:
+            raise UsageError(f"--workflow: {error}") from None
+    require_flag(args, "workflow", "compliance_threshold", "alignment", "min_episodes")
+    if args.compliance_threshold is None:
+        if args.min_episodes != Args.min_episodes:
+            raise UsageError("--min-episodes needs --compliance-threshold.")
+    elif (episodes := args.num_updates * args.num_steps // args.max_steps) < args.min_episodes:
+        raise UsageError(
+            f"--min-episodes {args.min_episodes} is more than the {episodes} episodes of each environment in "
+            f"{args.num_updates} updates: no compliance would ever be confirmed."
+        )
+    if args.init_from is not None and not args.resume:
+        vec_env = make_envs(replace(args, num_envs=1))
+        load_policy(Agent(vec_env, args), Path(args.init_from))
+        vec_env.close()
+
+
+# ==========================================================================================================
+# The command line
+# ==========================================================================================================
 def explain(args: Args) -> int | None:
     """Print the derived sizes, and the run's time as three updates in a scratch folder predict it. Returns the signal
     that ended these early, if one did."""

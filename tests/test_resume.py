@@ -125,6 +125,7 @@ KILLED: dict[str, dict[str, dict[str, Any]]] = {
         "batch": MUJOCO | {"env_id": "Hopper-v5", "vec_env": "batch", "reset_steps": 30},
         "sync": MUJOCO | {"env_id": "Hopper-v5", "vec_env": "sync", "reset_steps": 30},
         "async": MUJOCO | {"env_id": "TwoQueue-v0", "vec_env": "async", "reset_steps": 10},
+        "compiled": MUJOCO | {"env_id": "Hopper-v5", "vec_env": "batch", "reset_steps": 30, "compile": True},
     },
     "ppo_cage2_parallel": {
         "batch": CAGE2 | {"vec_env": "batch"},
@@ -141,12 +142,13 @@ KILLED: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def cases() -> list[Any]:
-    """(script, kind, kills): each script's first kind is killed 20 times; of the others, 20 times is slow."""
+    """(script, kind, kills): each script's first kind is killed 20 times; of the others, 20 times is slow, and so is
+    each compiling."""
     params = []
     for name, kinds in KILLED.items():
         for i, kind in enumerate(kinds):
-            for kills in (20,) if i == 0 else (3, 20):
-                marks = [pytest.mark.slow] if i > 0 and kills == 20 else []
+            for kills in (20,) if i == 0 else (3,) if kind == "compiled" else (3, 20):
+                marks = [pytest.mark.slow] if kind == "compiled" or (i > 0 and kills == 20) else []
                 params.append(pytest.param(name, kind, kills, id=f"{name}-{kind}-{kills}", marks=marks))
     return params
 
@@ -170,9 +172,8 @@ def test_a_run_killed_at_random_moments_ends_as_the_unbroken_one(
     common |= {} if name == "ppo_atari_mario" else {"hidden_sizes": (8, 8)}
 
     def train(logdir: Path) -> None:
-        script.train(
-            script.Args(**common, **KILLED[name][kind], logdir=str(logdir), resume=(logdir / "latest.pt").exists())
-        )
+        values = common | KILLED[name][kind]
+        script.train(script.Args(**values, logdir=str(logdir), resume=(logdir / "latest.pt").exists()))
 
     output, logdir, rng, killed = tmp_path / "output.txt", tmp_path / "broken", random.Random(0), 0
     output.touch()
