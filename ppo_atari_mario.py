@@ -9,7 +9,8 @@ A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.j
 progress.csv and timing.csv (a row an update), eval.csv, videos/, best.pt, latest.pt (the one before as *.prev.pt),
 curves.png. The best five of all runs with the same settings stand beside it, in best/. Stop it at any time;
 `--resume --logdir D` continues it, on a CPU bit for bit. Read the file from top to bottom: arguments, agent,
-mathematics, environments, files, training, playing.
+mathematics, environments, files, training, playing; behind them what every run needs and no idea changes: signals,
+ranks, the run folder, checks, the command line.
 """
 
 from __future__ import annotations
@@ -299,7 +300,7 @@ class Agent(nn.Module):
         entropy = -(log_probs.exp() * log_probs).sum(-1)
         return action, log_prob, entropy, self.critic_value(critic_features).squeeze(-1)
 
-    def networks(self, args: Args) -> list[list[nn.Parameter]]:
+    def parameter_groups(self, args: Args) -> list[list[nn.Parameter]]:
         """The parameters that share a gradient norm and a learning rate: all of them."""
         return [[*self.parameters()]]
 
@@ -399,47 +400,49 @@ def ppo_loss(
 
 LOSS_METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clip_fraction")
 APPROX_KL = LOSS_METRICS.index("approx_kl")
+EPISODE_METRICS = ("episodic_return", "episodic_length", "success_rate")
 
 
 def ppo_gradients(agent: Agent, minibatch: Any, args: Args) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The gradient of `ppo_loss`, a flat vector for each of `agent.networks(args)`, and LOSS_METRICS as a vector."""
+    """The gradient of `ppo_loss`, one flat vector for each of `agent.parameter_groups(args)`, and LOSS_METRICS as a
+    vector."""
     loss, metrics = ppo_loss(agent, *minibatch, args=args)  # type: ignore[misc]
-    networks = agent.networks(args)
-    gradients = iter(torch.autograd.grad(loss, [p for network in networks for p in network]))
-    flat = [torch.cat([next(gradients).reshape(-1) for _ in network]) for network in networks]
+    groups = agent.parameter_groups(args)
+    gradients = iter(torch.autograd.grad(loss, [p for group in groups for p in group]))
+    flat = [torch.cat([next(gradients).reshape(-1) for _ in group]) for group in groups]
     return flat, torch.stack([metrics[name] for name in LOSS_METRICS])
 
 
-def flatten_parameters(network: list[nn.Parameter]) -> torch.Tensor:
+def flatten_parameters(group: list[nn.Parameter]) -> torch.Tensor:
     """Move parameters into one vector, which is returned, and make them views of it.
 
     Clipping and Adam then handle one long tensor instead of a dozen short ones, which halves the cost of a small
     network's step.
     """
-    flat = torch.cat([p.detach().reshape(-1) for p in network])
-    for p, part in zip(network, flat.split([p.numel() for p in network]), strict=True):
+    flat = torch.cat([p.detach().reshape(-1) for p in group])
+    for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
         p.data = part.view_as(p)
     return flat
 
 
 def adam_step(
-    networks: list[torch.Tensor], gradients: list[torch.Tensor], moments: Any, learning_rates: Any, args: Args
+    parameters: list[torch.Tensor], gradients: list[torch.Tensor], moments: Any, learning_rates: Any, args: Args
 ) -> torch.Tensor:
-    """Clip the gradient of each of `agent.networks(args)`, one vector, to `args.max_grad_norm` and take a step of Adam
-    (Kingma and Ba 2015), in place.
+    """Clip the gradient of each of `agent.parameter_groups(args)`, one vector, to `args.max_grad_norm` and take a step
+    of Adam (Kingma and Ba 2015), in place.
 
     `moments` holds, for each of them, the running means of gradient and squared gradient, and the number of steps. This
     is torch's Adam in the functional form that the compiler sees through; its class costs 90 us of Python a step.
     A gradient that is not finite changes no weight. Returns the norm of all gradients before clipping, (1,).
     """
     norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
-    for network, gradient, norm, (mean, square, step), rate in zip(
-        networks, gradients, norms, moments, learning_rates, strict=True
+    for vector, gradient, norm, (mean, square, step), rate in zip(
+        parameters, gradients, norms, moments, learning_rates, strict=True
     ):
         finite = torch.isfinite(norm)
         if args.max_grad_norm is not None:  # detail 11
             gradient = gradient * (args.max_grad_norm / norm).clamp(max=1.0)
-        adam([network], [torch.where(finite, gradient, 0.0)], [mean], [square], [], [step],
+        adam([vector], [torch.where(finite, gradient, 0.0)], [mean], [square], [], [step],
              lr=torch.where(finite, rate, 0.0), beta1=0.9, beta2=0.999, eps=1e-5, weight_decay=0.0, amsgrad=False,
              maximize=False, fused=not torch.compiler.is_compiling())  # fmt: skip  # detail 3
     return torch.linalg.vector_norm(torch.stack(norms))[None]
@@ -850,6 +853,18 @@ def crossed(step: int, advance: int, every: int) -> bool:
     return every > 0 and step // every > (step - advance) // every
 
 
+def compiler(args: Args, device: torch.device) -> Any:
+    """What turns a function into its compiled form; it changes nothing without --compile or a C++ compiler."""
+    found = any(map(shutil.which, ("c++", "g++", "clang++")))
+    if args.compile and not found:
+        print("warning: no C++ compiler (c++, g++, clang++) was found, so --compile is off.")
+    if not (args.compile and found):
+        return lambda function: function
+    torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
+    options: dict[str, Any] = {"cpp_wrapper": device.type == "cpu"}
+    return partial(torch.compile, fullgraph=True, dynamic=False, options=options)
+
+
 def train(args: Args) -> dict[str, Any]:
     """Train, evaluate and save as `args` say; returns the run folder and the last and best evaluation.
 
@@ -895,12 +910,16 @@ def learn(
     num_actions = int(vec_env.single_action_space.n)
     sign_reward = is_atari(args) and args.sign_reward
     agent = Agent(vec_env, args).to(device)
-    networks = [flatten_parameters(network) for network in agent.networks(args)]
-    moments = [(torch.zeros_like(n), torch.zeros_like(n), torch.zeros((), device=device)) for n in networks]
+    parameters = [flatten_parameters(group) for group in agent.parameter_groups(args)]
+    moments = [(torch.zeros_like(x), torch.zeros_like(x), torch.zeros((), device=device)) for x in parameters]
     # What is annealed is a tensor: the compiler would take every new float for a new program.
     rates = [torch.tensor(args.learning_rate, device=device)]
     ent_coef: Any = torch.tensor(args.ent_coef, device=device)
-    gradients_of, optimizer_step = ppo_gradients, adam_step
+    compiled = compiler(args, device)
+    # --target-kl and other ranks come between gradient and step: each is then compiled by itself.
+    in_one = args.target_kl is None and ranks.size == 1
+    gradients_of: Any = ppo_gradients if in_one else compiled(ppo_gradients)
+    optimizer_step: Any = adam_step if in_one else compiled(adam_step)
     # Ranks normalise a minibatch's advantages before each takes its part of it.
     normalize_here = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
     loss_args = replace(args, ent_coef=ent_coef, norm_adv=args.norm_adv and not normalize_here)
@@ -908,7 +927,7 @@ def learn(
     late_num_minibatches = args.num_minibatches // args.minibatch_growth
     per_call = math.gcd(4, late_num_minibatches)  # four steps in one compiled call save a third of its time
 
-    def learn_from(minibatches: list[torch.Tensor]) -> list[torch.Tensor]:
+    def take_steps(minibatches: list[torch.Tensor]) -> list[torch.Tensor]:
         """A step on each minibatch of tensors (n, minibatch size, ...) in turn, until one exceeds --target-kl; returns
         the metrics of each step."""
         steps = []
@@ -917,20 +936,12 @@ def learn(
             ranks.average([*gradients, metrics])
             if args.target_kl is not None and float(metrics[APPROX_KL]) > args.target_kl:
                 break
-            grad_norm = optimizer_step(networks, gradients, moments, rates, args)
+            grad_norm = optimizer_step(parameters, gradients, moments, rates, args)
             steps.append(torch.cat([metrics, grad_norm]))
         return steps
 
-    if args.compile and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        print("No C++ compiler was found, so --compile is off.")
-    elif args.compile:
-        torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
-        options: dict[str, Any] = {"cpp_wrapper": device.type == "cpu"}
-        compiled: Any = partial(torch.compile, fullgraph=True, dynamic=False, options=options)
-        if args.target_kl is None and ranks.size == 1:
-            learn_from = compiled(learn_from)
-        else:  # what lies between gradient and step cannot be compiled
-            gradients_of, optimizer_step = compiled(ppo_gradients), compiled(adam_step)
+    if in_one:
+        take_steps = compiled(take_steps)
 
     # The rollout, time-major: row t holds what happened at step t in each environment. Pictures stay bytes, with the
     # channels last in memory: convolutions want them so, and each epoch would have to turn them around.
@@ -955,7 +966,7 @@ def learn(
                 for name in ("best_success_rate", "best_return", "best_step"):
                     setattr(counters, name, getattr(ahead, name))
         load_weights(agent, checkpoint, logdir / "latest.pt")
-        moments = [tuple(x.to(device) for x in network) for network in checkpoint["optimizer"]]
+        moments = [tuple(x.to(device) for x in group) for group in checkpoint["optimizer"]]
         own = checkpoint["ranks"][ranks.rank]
         vec_env.set_state(to_arrays(own["envs"]))
         env_obs, episode_returns, episode_lengths = to_arrays(own["episodes"])
@@ -984,7 +995,7 @@ def learn(
         return next((number for number in ranks.gather_objects(interrupt.signum) if number), None)
 
     evaluation: dict[str, Any] = {}
-    latest = np.full(3, math.nan)  # return, length and success rate of the last rollout in which an episode ended
+    latest = dict.fromkeys(EPISODE_METRICS, math.nan)  # of the last rollout in which an episode ended
     signum = received_signal()
     while counters.update < args.num_updates and signum is None:
         started = time.perf_counter()
@@ -1031,9 +1042,8 @@ def learn(
             next_values = torch.cat([values[1:], agent.get_value(next_obs)[None]])
             if cuts:
                 times, indices, final_obs = zip(*cuts, strict=True)
-                next_values[list(times), list(indices)] = agent.get_value(
-                    torch.as_tensor(np.stack(final_obs), device=device)
-                )
+                final_values = agent.get_value(torch.as_tensor(np.stack(final_obs), device=device))
+                next_values[list(times), list(indices)] = final_values
         check_finite(postmortem, first_env, actions, rewards=rewards, values=values, next_values=next_values)
 
         # --- advantages -------------------------------------------------------------------------------
@@ -1049,25 +1059,26 @@ def learn(
 
         # --- update -----------------------------------------------------------------------------------
         batch = [x.flatten(0, 1) for x in (b_obs, b_actions, b_log_probs, b_values, b_advantages, b_returns)]
-        steps: list[torch.Tensor] = []  # the metrics of each: LOSS_METRICS and the gradient's norm
+        step_metrics: list[torch.Tensor] = []  # of each step: LOSS_METRICS and the gradient's norm
         for _ in range(args.update_epochs):
             order = torch.randperm(args.batch_size, device=device)  # detail 6: each transition once an epoch
             minibatches = [x[order].unflatten(0, (num_minibatches, -1)) for x in batch]
             if normalize_here:
                 *others, mb_advantages, mb_returns = minibatches
-                mb_advantages = normalize_advantages(mb_advantages.T, per_env=True).T  # a column a minibatch
+                mb_advantages = normalize_advantages(mb_advantages.T, per_env=True).T  # one column per minibatch
                 minibatches = [*others, mb_advantages, mb_returns]
             minibatches = [x[:, ranks.rank :: ranks.size] for x in minibatches]
-            before = len(steps)
+            epoch: list[torch.Tensor] = []
             for i in range(0, num_minibatches, per_call):
-                steps += learn_from([x[i : i + per_call] for x in minibatches])
-                if len(steps) < before + i + per_call:
+                epoch += take_steps([x[i : i + per_call] for x in minibatches])
+                if len(epoch) < i + per_call:  # --target-kl was exceeded
                     break
-            check_gradients(postmortem, steps[before:], minibatches)
-            if len(steps) < before + num_minibatches:  # --target-kl was exceeded
+            check_gradients(postmortem, epoch, minibatches)
+            step_metrics += epoch
+            if len(epoch) < num_minibatches:
                 break
-        counters.epochs += len(steps) / num_minibatches
-        counters.minibatch_updates += len(steps)
+        counters.epochs += len(step_metrics) / num_minibatches
+        counters.minibatch_updates += len(step_metrics)
         counters.global_step += args.batch_size
         shares = ranks.gather_objects((ended, raw_reward_sum))
         ended = [episode for episodes, _ in shares for episode in episodes]
@@ -1076,10 +1087,12 @@ def learn(
         counters.seconds += seconds
 
         # --- log --------------------------------------------------------------------------------------
-        means = torch.stack(steps).mean(0).tolist() if steps else [math.nan] * (len(LOSS_METRICS) + 1)
-        episodic = np.mean(ended, axis=0) if ended else np.full(3, math.nan)
+        step_names = [*LOSS_METRICS, "grad_norm"]
+        means = torch.stack(step_metrics).mean(0).tolist() if step_metrics else [math.nan] * len(step_names)
+        means_of_ended = np.mean(ended, axis=0).tolist() if ended else [math.nan] * len(EPISODE_METRICS)
+        episodic = dict(zip(EPISODE_METRICS, means_of_ended, strict=True))
         record = {
-            **{f"train/{name}": value for name, value in zip([*LOSS_METRICS, "grad_norm"], means, strict=True)},
+            **{f"train/{name}": value for name, value in zip(step_names, means, strict=True)},
             "train/explained_variance": explained_variance(b_values, b_returns),
             "train/value_abs_error": float((b_values - b_returns).abs().mean()),
             "train/value_mean": float(b_values.mean()),
@@ -1088,10 +1101,8 @@ def learn(
             "train/advantage_std": advantage_std,
             "train/learning_rate": args.learning_rate * annealing,
             "train/ent_coef": float(ent_coef),
-            "train/update_epochs_done": len(steps) / num_minibatches,
-            "rollout/episodic_return": float(episodic[0]),
-            "rollout/episodic_length": float(episodic[1]),
-            "rollout/success_rate": float(episodic[2]),
+            "train/update_epochs_done": len(step_metrics) / num_minibatches,
+            **{f"rollout/{name}": value for name, value in episodic.items()},
             "rollout/mean_reward": sum(total for _, total in shares) / args.batch_size,
             "rollout/resets": counters.episodes,
             "counters/train_steps": counters.update * num_steps,
@@ -1100,20 +1111,17 @@ def learn(
             "counters/minibatch_updates": counters.minibatch_updates,
         }
         logger.write("progress.csv", counters.global_step, record)
-        sps, env_share, update_share = (
-            args.batch_size / seconds,
-            env_time / seconds,
-            1 - (collected - started) / seconds,
-        )
-        timing = {"sps": sps, "seconds": counters.seconds, "env_share": env_share,
+        env_share, update_share = env_time / seconds, 1 - (collected - started) / seconds
+        timing = {"sps": args.batch_size / seconds, "seconds": counters.seconds, "env_share": env_share,
                   "inference_share": 1 - env_share - update_share, "update_share": update_share}  # fmt: skip
         logger.write("timing.csv", counters.global_step, {f"time/{name}": value for name, value in timing.items()})
         eta = (args.total_timesteps - counters.global_step) * counters.seconds / counters.global_step
         best = f"{counters.best_success_rate:.0%}" if counters.best_success_rate >= 0 else "?"  # before an evaluation
         latest = episodic if ended else latest
-        flags = "" if is_atari(args) else f"| flags {latest[2]:>4.0%}, at best {best} "
-        logger.line(f"step {counters.global_step:>10,} | {sps:>7,.0f} steps/s | return {latest[0]:>8.2f} {flags}| KL "
-                    f"{record['train/approx_kl']:.4f} | {eta / 60:.1f} min left")  # fmt: skip
+        flags = "" if is_atari(args) else f"| flags {latest['success_rate']:>4.0%}, at best {best} "
+        logger.line(f"step {counters.global_step:>10,} | {timing['sps']:>7,.0f} steps/s | return "
+                    f"{latest['episodic_return']:>8.2f} {flags}| KL {record['train/approx_kl']:.4f} | "
+                    f"{eta / 60:.1f} min left")  # fmt: skip
 
         # --- evaluate ---------------------------------------------------------------------------------
         last = counters.update == args.num_updates

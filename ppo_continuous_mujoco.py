@@ -8,7 +8,8 @@ A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.j
 progress.csv and timing.csv (a row an update), eval.csv, best.pt, latest.pt (the one before as *.prev.pt), curves.png.
 The best five of all runs with the same settings stand beside it, in best/. Stop it at any time; `--resume --logdir D`
 continues it, on a CPU bit for bit. Read the file from top to bottom: arguments, agent,
-mathematics, environments, files, training, playing.
+mathematics, environments, files, training, playing; behind them what every run needs and no idea changes: signals,
+ranks, the run folder, checks, the command line.
 """
 
 from __future__ import annotations
@@ -269,7 +270,7 @@ class Agent(nn.Module):
         entropy = (log_std + 0.5 * math.log(2 * math.pi * math.e)).sum(-1).expand_as(log_prob)
         return action, log_prob, entropy, self.get_value(obs)
 
-    def networks(self, args: Args) -> list[list[nn.Parameter]]:
+    def parameter_groups(self, args: Args) -> list[list[nn.Parameter]]:
         """The parameters that share a gradient norm and a learning rate: actor and critic together, or each alone."""
         actor, critic = [*self.actor_mean.parameters(), self.actor_log_std], [*self.critic.parameters()]
         return [actor + critic] if args.optimizer == "shared" else [actor, critic]
@@ -365,47 +366,49 @@ def ppo_loss(
 
 LOSS_METRICS = ("policy_loss", "value_loss", "entropy", "old_approx_kl", "approx_kl", "clip_fraction")
 APPROX_KL = LOSS_METRICS.index("approx_kl")
+EPISODE_METRICS = ("episodic_return", "episodic_length", "LTA_return")  # long-term average: return / length
 
 
 def ppo_gradients(agent: Agent, minibatch: Any, args: Args) -> tuple[list[torch.Tensor], torch.Tensor]:
-    """The gradient of `ppo_loss`, a flat vector for each of `agent.networks(args)`, and LOSS_METRICS as a vector."""
+    """The gradient of `ppo_loss`, one flat vector for each of `agent.parameter_groups(args)`, and LOSS_METRICS as a
+    vector."""
     loss, metrics = ppo_loss(agent, *minibatch, args=args)  # type: ignore[misc]
-    networks = agent.networks(args)
-    gradients = iter(torch.autograd.grad(loss, [p for network in networks for p in network]))
-    flat = [torch.cat([next(gradients).reshape(-1) for _ in network]) for network in networks]
+    groups = agent.parameter_groups(args)
+    gradients = iter(torch.autograd.grad(loss, [p for group in groups for p in group]))
+    flat = [torch.cat([next(gradients).reshape(-1) for _ in group]) for group in groups]
     return flat, torch.stack([metrics[name] for name in LOSS_METRICS])
 
 
-def flatten_parameters(network: list[nn.Parameter]) -> torch.Tensor:
+def flatten_parameters(group: list[nn.Parameter]) -> torch.Tensor:
     """Move parameters into one vector, which is returned, and make them views of it.
 
     Clipping and Adam then handle one long tensor instead of a dozen short ones, which halves the cost of a small
     network's step.
     """
-    flat = torch.cat([p.detach().reshape(-1) for p in network])
-    for p, part in zip(network, flat.split([p.numel() for p in network]), strict=True):
+    flat = torch.cat([p.detach().reshape(-1) for p in group])
+    for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
         p.data = part.view_as(p)
     return flat
 
 
 def adam_step(
-    networks: list[torch.Tensor], gradients: list[torch.Tensor], moments: Any, learning_rates: Any, args: Args
+    parameters: list[torch.Tensor], gradients: list[torch.Tensor], moments: Any, learning_rates: Any, args: Args
 ) -> torch.Tensor:
-    """Clip the gradient of each of `agent.networks(args)`, one vector, to `args.max_grad_norm` and take a step of Adam
-    (Kingma and Ba 2015), in place.
+    """Clip the gradient of each of `agent.parameter_groups(args)`, one vector, to `args.max_grad_norm` and take a step
+    of Adam (Kingma and Ba 2015), in place.
 
     `moments` holds, for each of them, the running means of gradient and squared gradient, and the number of steps. This
     is torch's Adam in the functional form that the compiler sees through; its class costs 90 us of Python a step.
     A gradient that is not finite changes no weight. Returns the norm of all gradients before clipping, (1,).
     """
     norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
-    for network, gradient, norm, (mean, square, step), rate in zip(
-        networks, gradients, norms, moments, learning_rates, strict=True
+    for vector, gradient, norm, (mean, square, step), rate in zip(
+        parameters, gradients, norms, moments, learning_rates, strict=True
     ):
         finite = torch.isfinite(norm)
         if args.max_grad_norm is not None:  # detail 11
             gradient = gradient * (args.max_grad_norm / norm).clamp(max=1.0)
-        adam([network], [torch.where(finite, gradient, 0.0)], [mean], [square], [], [step],
+        adam([vector], [torch.where(finite, gradient, 0.0)], [mean], [square], [], [step],
              lr=torch.where(finite, rate, 0.0), beta1=0.9, beta2=0.999, eps=1e-5, weight_decay=0.0, amsgrad=False,
              maximize=False, fused=not torch.compiler.is_compiling())  # fmt: skip  # detail 3
     return torch.linalg.vector_norm(torch.stack(norms))[None]
@@ -807,6 +810,18 @@ def crossed(step: int, advance: int, every: int) -> bool:
     return every > 0 and step // every > (step - advance) // every
 
 
+def compiler(args: Args, device: torch.device) -> Any:
+    """What turns a function into its compiled form; it changes nothing without --compile or a C++ compiler."""
+    found = any(map(shutil.which, ("c++", "g++", "clang++")))
+    if args.compile and not found:
+        print("warning: no C++ compiler (c++, g++, clang++) was found, so --compile is off.")
+    if not (args.compile and found):
+        return lambda function: function
+    torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
+    options: dict[str, Any] = {"cpp_wrapper": device.type == "cpu"}
+    return partial(torch.compile, fullgraph=True, dynamic=False, options=options)
+
+
 def train(args: Args) -> dict[str, Any]:
     """Train, evaluate and save as `args` say; returns the run folder and the last and best evaluation.
 
@@ -844,19 +859,23 @@ def learn(
     assert vec_env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP  # so that final_obs below exists
     action_space = vec_env.single_action_space
     agent = Agent(vec_env, args).to(device)
-    networks = [flatten_parameters(network) for network in agent.networks(args)]
-    moments = [(torch.zeros_like(n), torch.zeros_like(n), torch.zeros((), device=device)) for n in networks]
-    learning_rates = [args.learning_rate, args.critic_learning_rate or args.learning_rate][: len(networks)]
+    parameters = [flatten_parameters(group) for group in agent.parameter_groups(args)]
+    moments = [(torch.zeros_like(x), torch.zeros_like(x), torch.zeros((), device=device)) for x in parameters]
+    learning_rates = [args.learning_rate, args.critic_learning_rate or args.learning_rate][: len(parameters)]
     # What is annealed is a tensor: the compiler would take every new float for a new program.
     rates = [torch.tensor(learning_rate, device=device) for learning_rate in learning_rates]
-    gradients_of, optimizer_step = ppo_gradients, adam_step
+    compiled = compiler(args, device)
+    # --target-kl and other ranks come between gradient and step: each is then compiled by itself.
+    in_one = args.target_kl is None and ranks.size == 1
+    gradients_of: Any = ppo_gradients if in_one else compiled(ppo_gradients)
+    optimizer_step: Any = adam_step if in_one else compiled(adam_step)
     # Ranks normalise a minibatch's advantages before each takes its part of it.
     normalize_here = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
     loss_args = replace(args, norm_adv=False) if normalize_here else args
 
     per_call = math.gcd(4, args.num_minibatches)  # four steps in one compiled call save a third of its time
 
-    def learn_from(minibatches: list[torch.Tensor]) -> list[torch.Tensor]:
+    def take_steps(minibatches: list[torch.Tensor]) -> list[torch.Tensor]:
         """A step on each minibatch of tensors (n, minibatch size, ...) in turn, until one exceeds --target-kl; returns
         the metrics of each step."""
         steps = []
@@ -865,20 +884,12 @@ def learn(
             ranks.average([*gradients, metrics])
             if args.target_kl is not None and float(metrics[APPROX_KL]) > args.target_kl:
                 break
-            grad_norm = optimizer_step(networks, gradients, moments, rates, args)
+            grad_norm = optimizer_step(parameters, gradients, moments, rates, args)
             steps.append(torch.cat([metrics, grad_norm]))
         return steps
 
-    if args.compile and not any(map(shutil.which, ("c++", "g++", "clang++"))):
-        print("No C++ compiler was found, so --compile is off; with one, training is two to three times as fast.")
-    elif args.compile:
-        torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
-        options: dict[str, Any] = {"cpp_wrapper": device.type == "cpu"}
-        compiled: Any = partial(torch.compile, fullgraph=True, dynamic=False, options=options)
-        if args.target_kl is None and ranks.size == 1:
-            learn_from = compiled(learn_from)
-        else:  # what lies between gradient and step cannot be compiled
-            gradients_of, optimizer_step = compiled(ppo_gradients), compiled(adam_step)
+    if in_one:
+        take_steps = compiled(take_steps)
 
     # The rollout, time-major: row t holds what happened at step t in each environment.
     obs = torch.zeros((num_steps, num_envs, *vec_env.single_observation_space.shape), device=device)
@@ -902,7 +913,7 @@ def learn(
                 for name in ("best_return", "best_step"):
                     setattr(counters, name, getattr(ahead, name))
         load_weights(agent, checkpoint, logdir / "latest.pt")
-        moments = [tuple(x.to(device) for x in network) for network in checkpoint["optimizer"]]
+        moments = [tuple(x.to(device) for x in group) for group in checkpoint["optimizer"]]
         own = checkpoint["ranks"][ranks.rank]
         if set_vector_state(vec_env, to_arrays(own["envs"])):
             env_obs, episode_returns, episode_lengths = to_arrays(own["episodes"])
@@ -951,7 +962,7 @@ def learn(
         noise = torch.randn((num_steps, args.num_envs, *action_space.shape), device=device)
         noise = noise[:, first_env : first_env + num_envs]
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
-        ended: list[tuple[float, int]] = []  # (return, length) of the episodes that ended
+        ended: list[tuple[float, ...]] = []  # EPISODE_METRICS of the episodes that ended
         env_time = raw_reward_sum = 0.0
         for t in range(num_steps):
             obs[t] = next_obs
@@ -970,7 +981,7 @@ def learn(
             terminations[t], truncations[t] = torch.as_tensor(terminated), torch.as_tensor(truncated)
             next_obs = torch.as_tensor(env_obs, dtype=torch.float32, device=device)
             for n in np.flatnonzero(terminated | truncated):
-                ended.append((float(episode_returns[n]), int(episode_lengths[n])))
+                ended.append((episode_returns[n], episode_lengths[n], episode_returns[n] / episode_lengths[n]))
                 episode_returns[n] = episode_lengths[n] = 0
                 if not terminated[n]:
                     cuts.append((t, int(n), infos["final_obs"][n]))
@@ -1007,27 +1018,28 @@ def learn(
         batch = [x.flatten(0, 1) for x in (b_obs, b_actions, b_log_probs, b_values, b_advantages, b_returns)]
         with torch.no_grad():
             old_policy = agent.actor_mean(batch[0]), agent.actor_log_std.clone()
-        steps: list[torch.Tensor] = []  # the metrics of each: LOSS_METRICS and the gradient's norm
+        step_metrics: list[torch.Tensor] = []  # of each step: LOSS_METRICS and the gradient's norm
         for _ in range(args.update_epochs):
             order = torch.randperm(args.batch_size, device=device)  # detail 6: each transition once an epoch
             minibatches = [x[order].unflatten(0, (args.num_minibatches, -1)) for x in batch]
             if normalize_here:
                 *others, mb_advantages, mb_returns = minibatches
-                mb_advantages = normalize_advantages(mb_advantages.T, per_env=True).T  # a column a minibatch
+                mb_advantages = normalize_advantages(mb_advantages.T, per_env=True).T  # one column per minibatch
                 minibatches = [*others, mb_advantages, mb_returns]
             minibatches = [x[:, ranks.rank :: ranks.size] for x in minibatches]
-            before = len(steps)
+            epoch: list[torch.Tensor] = []
             for i in range(0, args.num_minibatches, per_call):
-                steps += learn_from([x[i : i + per_call] for x in minibatches])
-                if len(steps) < before + i + per_call:
+                epoch += take_steps([x[i : i + per_call] for x in minibatches])
+                if len(epoch) < i + per_call:  # --target-kl was exceeded
                     break
-            check_gradients(postmortem, steps[before:], minibatches)
-            if len(steps) < before + args.num_minibatches:  # --target-kl was exceeded
+            check_gradients(postmortem, epoch, minibatches)
+            step_metrics += epoch
+            if len(epoch) < args.num_minibatches:
                 break
         with torch.no_grad():
             exact_kl = gaussian_kl(*old_policy, agent.actor_mean(batch[0]), agent.actor_log_std)
-        counters.epochs += len(steps) / args.num_minibatches
-        counters.minibatch_updates += len(steps)
+        counters.epochs += len(step_metrics) / args.num_minibatches
+        counters.minibatch_updates += len(step_metrics)
         counters.global_step += args.batch_size
         shares = ranks.gather_objects((ended, raw_reward_sum))
         ended = [episode for episodes, _ in shares for episode in episodes]
@@ -1036,18 +1048,13 @@ def learn(
         counters.seconds += seconds
 
         # --- log --------------------------------------------------------------------------------------
-        def mean(values: list[float]) -> float:
-            return sum(values) / len(values) if values else math.nan
-
-        means = torch.stack(steps).mean(0).tolist() if steps else [math.nan] * (len(LOSS_METRICS) + 1)
-        episodic = {
-            "episodic_return": mean([r for r, _ in ended]),
-            "episodic_length": mean([length for _, length in ended]),
-            "LTA_return": mean([r / length for r, length in ended]),
-        }  # long-term average reward
+        step_names = [*LOSS_METRICS, "grad_norm"]
+        means = torch.stack(step_metrics).mean(0).tolist() if step_metrics else [math.nan] * len(step_names)
+        means_of_ended = np.mean(ended, axis=0).tolist() if ended else [math.nan] * len(EPISODE_METRICS)
+        episodic = dict(zip(EPISODE_METRICS, means_of_ended, strict=True))
         counters.best_LTA = max(counters.best_LTA, episodic["LTA_return"] if ended else -math.inf)
         record = {
-            **{f"train/{name}": value for name, value in zip([*LOSS_METRICS, "grad_norm"], means, strict=True)},
+            **{f"train/{name}": value for name, value in zip(step_names, means, strict=True)},
             "train/exact_kl": exact_kl,
             "train/explained_variance": explained_variance(b_values, b_returns),
             "train/value_abs_error": float((b_values - b_returns).abs().mean()),
@@ -1056,7 +1063,7 @@ def learn(
             "train/return_variance": float(b_returns.var(correction=0)),
             "train/advantage_std": advantage_std,
             "train/learning_rate": args.learning_rate * annealing,
-            "train/update_epochs_done": len(steps) / args.num_minibatches,
+            "train/update_epochs_done": len(step_metrics) / args.num_minibatches,
             "train/best_LTA": counters.best_LTA if math.isfinite(counters.best_LTA) else math.nan,
             "train/average_reward": counters.average_reward if args.average_reward else math.nan,
             **{f"rollout/{name}": value for name, value in episodic.items()},
@@ -1068,18 +1075,14 @@ def learn(
             "counters/minibatch_updates": counters.minibatch_updates,
         }
         logger.write("progress.csv", counters.global_step, record)
-        sps, env_share, update_share = (
-            args.batch_size / seconds,
-            env_time / seconds,
-            1 - (collected - started) / seconds,
-        )
-        timing = {"sps": sps, "seconds": counters.seconds, "env_share": env_share,
+        env_share, update_share = env_time / seconds, 1 - (collected - started) / seconds
+        timing = {"sps": args.batch_size / seconds, "seconds": counters.seconds, "env_share": env_share,
                   "inference_share": 1 - env_share - update_share, "update_share": update_share}  # fmt: skip
         logger.write("timing.csv", counters.global_step, {f"time/{name}": value for name, value in timing.items()})
         eta = (args.total_timesteps - counters.global_step) * counters.seconds / counters.global_step
         best = f"{counters.best_return:.2f}" if counters.best_return > -math.inf else "?"  # before an evaluation
         latest_return = episodic["episodic_return"] if ended else latest_return
-        logger.line(f"step {counters.global_step:>10,} | {sps:>7,.0f} steps/s | return "
+        logger.line(f"step {counters.global_step:>10,} | {timing['sps']:>7,.0f} steps/s | return "
                     f"{latest_return:>9.2f} | best evaluation {best:>9} | KL "
                     f"{record['train/approx_kl']:.4f} | {eta / 60:.1f} min left")  # fmt: skip
 

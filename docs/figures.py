@@ -296,7 +296,7 @@ def variance_of_groups(
     ]  # each a rollout of one environment
     order = np.random.default_rng(0).permutation(len(stretches))
     no = torch.zeros((num_steps, num_envs), dtype=torch.bool)
-    actor = agent.networks(replace(args, optimizer="separate"))[0]
+    actor = agent.parameter_groups(replace(args, optimizer="separate"))[0]
     gradients = []
     for group in order[: len(order) // num_envs * num_envs].reshape(-1, num_envs):
         chosen = [stretches[i] for i in group]

@@ -656,9 +656,13 @@ def test_tanh_is_tanh(script: ModuleType) -> None:
 # ---- gradients as the training loop takes them ----------------------------------------------------------------------
 
 
-def networks_of(agent: Any, args: Any) -> list[list[nn.Parameter]]:
-    """agent.networks(args), or agent.networks() where a script has no choice."""
-    return agent.networks(args) if inspect.signature(agent.networks).parameters else agent.networks()
+def groups_of(agent: Any, args: Any) -> list[list[nn.Parameter]]:
+    """agent.parameter_groups(args), or agent.parameter_groups() where a script has no choice."""
+    return (
+        agent.parameter_groups(args)
+        if inspect.signature(agent.parameter_groups).parameters
+        else agent.parameter_groups()
+    )
 
 
 def test_flat_gradients_are_those_of_backward(script: ModuleType) -> None:
@@ -666,7 +670,7 @@ def test_flat_gradients_are_those_of_backward(script: ModuleType) -> None:
         pytest.skip(f"{script.__name__} does not flatten its parameters")
     agent, batch, args = real_batch(script, norm_adv=True, ent_coef=0.01)
     script.ppo_loss(agent, *batch, args=args)[0].backward()
-    expected = [torch.cat([p.grad.reshape(-1) for p in network]) for network in networks_of(agent, args)]
+    expected = [torch.cat([p.grad.reshape(-1) for p in network]) for network in groups_of(agent, args)]
     _, metrics = script.ppo_loss(agent, *batch, args=args)
     gradients, flat_metrics = script.ppo_gradients(agent, batch, args)
     for one, other in zip(gradients, expected, strict=True):
@@ -680,7 +684,7 @@ def test_flat_parameters_are_the_networks_and_move_with_them(script: ModuleType)
         pytest.skip(f"{script.__name__} does not flatten its parameters")
     sample = make_sample(script)
     before = sample.agent.get_value(sample.obs).detach()
-    networks = networks_of(sample.agent, sample.args)
+    networks = groups_of(sample.agent, sample.args)
     assert {id(p) for network in networks for p in network} == {id(p) for p in sample.agent.parameters()}
     flat = [script.flatten_parameters(network) for network in networks]
     torch.testing.assert_close(sample.agent.get_value(sample.obs).detach(), before, rtol=0, atol=0)
