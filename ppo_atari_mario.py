@@ -6,7 +6,7 @@
     python ppo_atari_mario.py play --logdir runs/... --save-gif  # watch the best checkpoint
 
 A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.json, TensorBoard events,
-progress.csv and timing.csv (a row an update), eval.csv, videos/, best.pt, latest.pt (the one before as *.prev.pt),
+progress.csv and timing.csv (one row per update), eval.csv, videos/, best.pt, latest.pt (the one before as *.prev.pt),
 curves.png. The best five of all runs with the same settings stand beside it, in best/. Stop it at any time;
 `--resume --logdir D` continues it, on a CPU bit for bit. Read the file from top to bottom: arguments, agent,
 mathematics, environments, files, training, playing; behind them what every run needs and no idea changes: signals,
@@ -602,7 +602,7 @@ def set_random_states(states: dict[str, Any]) -> None:
 
 
 def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
-    """Write `state` so that a complete file stands at `path` at every moment, and the one before at *.prev.pt.
+    """Write `state` so that `path` is a complete file at every moment; the previous one is kept as *.prev.pt.
 
     If the disk refuses, warn, leave the old file alone and return False: a run outlives a full disk.
     """
@@ -617,14 +617,17 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
                 previous.unlink(missing_ok=True)
                 os.link(path, previous)
         os.replace(temporary, path)
-        folder = os.open(path.parent, os.O_RDONLY)
-        os.fsync(folder)  # until the folder is on the disk, the new name is not
-        os.close(folder)
     except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
         print(f"warning: {path} was not written ({str(error).splitlines()[0]}); the run goes on.", file=sys.stderr)
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         return False
+    with contextlib.suppress(OSError):  # a file system that cannot: then a power cut may undo the new name
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # until the folder is on the disk, the new name is not
+        finally:
+            os.close(folder)
     return True
 
 
@@ -670,8 +673,8 @@ def load_weights(agent: Agent, checkpoint: dict[str, Any], path: Path) -> None:
 
 
 def load_latest(logdir: Path, device: str, repair: bool = False) -> dict[str, Any]:
-    """The checkpoint to resume from: latest.pt or, if that is damaged, the one before it. Whoever holds the folder's
-    lock may `repair` it: the next save would make the damaged one *.prev.pt."""
+    """The checkpoint to resume from: latest.pt or, if that is damaged, the one before. With `repair`, only for the
+    holder of the folder's lock, the one before takes the damaged one's place, which else would become *.prev.pt."""
     try:
         return load_checkpoint(logdir / "latest.pt", device)
     except DamagedError as error:
@@ -680,7 +683,8 @@ def load_latest(logdir: Path, device: str, repair: bool = False) -> dict[str, An
         checkpoint = load_checkpoint(logdir / "latest.prev.pt", device)
         if repair:
             print(f"warning: {error} Falling back to latest.prev.pt.", file=sys.stderr)
-            (logdir / "latest.pt").unlink(missing_ok=True)
+            shutil.copyfile(logdir / "latest.prev.pt", logdir / "latest.tmp")
+            os.replace(logdir / "latest.tmp", logdir / "latest.pt")
         return checkpoint
 
 
@@ -717,9 +721,9 @@ def update_leaderboard(logdir: Path, args: Args, score: float | list[float], ste
 class Logger:
     """Scalars of a run to CSV files and TensorBoard, and a live line to the terminal.
 
-    Resumed at `step`, it drops what was logged after the checkpoint: the files look as if nothing had happened. A disk
-    that refuses costs a few rows, or TensorBoard's part, with a warning, and not the run. A silent logger writes
-    nothing.
+    Resumed at `step`, it drops what was logged after the checkpoint: the files look as if nothing had happened. If the
+    disk refuses a write, a few rows or TensorBoard's log are lost, with a warning; the run goes on. A silent logger
+    writes nothing.
     """
 
     def __init__(self, logdir: Path, step: int = 0, silent: bool = False) -> None:
@@ -845,6 +849,9 @@ class Counters:
     seconds: float = 0.0  # time spent collecting and learning
 
 
+BEST = ("best_success_rate", "best_return", "best_step")  # what Counters know of best.pt
+
+
 def crossed(step: int, advance: int, every: int) -> bool:
     """Whether the last `advance` steps, which led to `step`, reached or passed a multiple of `every` (0: never).
 
@@ -960,11 +967,6 @@ def learn(
     env_obs, _ = vec_env.reset(seed=args.seed + first_env)
     if checkpoint is not None:
         counters = Counters(**checkpoint["counters"])
-        with contextlib.suppress(UsageError):  # there may be none yet
-            ahead = Counters(**load_checkpoint(logdir / "best.pt")["counters"])
-            if ahead.best_step > counters.global_step:  # of updates that were lost with a crash; it was not
-                for name in ("best_success_rate", "best_return", "best_step"):
-                    setattr(counters, name, getattr(ahead, name))
         load_weights(agent, checkpoint, logdir / "latest.pt")
         moments = [tuple(x.to(device) for x in group) for group in checkpoint["optimizer"]]
         own = checkpoint["ranks"][ranks.rank]
@@ -975,7 +977,7 @@ def learn(
     next_obs = torch.as_tensor(env_obs, device=device)
 
     def save(name: str) -> bool:
-        """Write all that the rest of the run depends on; returns whether the disk took it."""
+        """Write everything that the rest of the run depends on; False if the disk refused."""
         own = {"random": random_states(), "envs": vec_env.get_state(),
                "episodes": [env_obs, episode_returns, episode_lengths]}  # fmt: skip
         state = {"format": FORMAT, "args": asdict(args), "counters": asdict(counters), "agent": agent.state_dict(),
@@ -1168,7 +1170,7 @@ def learn(
         return {"logdir": str(logdir), "signal": signum, **asdict(counters)}
     with outlive_disk_errors(logdir / "curves.png"):
         plot_curves(logdir)
-    if signum:
+    if signum and counters.update < args.num_updates:
         outcome = "stopped; continue with --resume --logdir"
     else:
         with outlive_disk_errors(logdir.parent / "best"):
@@ -1230,7 +1232,7 @@ def find_checkpoint(logdir: str | None, name: str) -> Path:
 
 
 def play(play_args: PlayArgs) -> dict[str, Any]:
-    """Play a checkpoint. Prints a line an episode and, as the last line, the summary as JSON that it returns."""
+    """Play a checkpoint. Prints one line per episode and, as the last line, the summary as JSON that it returns."""
     require_one_process("play")
     require(play_args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
     require_flag(play_args, "save_gif", "gif_dir", "gif_fps")
@@ -1362,7 +1364,8 @@ class Ranks:
         return objects
 
     def run_once(self, function: Callable[..., Any], *args: Any) -> Any:
-        """The result of `function` on rank 0, in all ranks; its UsageError too. Its arrays then come as tensors."""
+        """Call `function` on rank 0 and return its result on every rank; its UsageError is raised on every rank. With
+        several ranks, arrays arrive as tensors."""
         if self.size == 1:
             return function(*args)
         results = [None]
@@ -1451,8 +1454,8 @@ def describe(args: Args, logdir: Path, agent: nn.Module, rollout: list[torch.Ten
 
 
 def lock_folder(logdir: Path) -> int:
-    """Keep other runs out of a folder until the descriptor that is returned is closed. Raises UsageError if one is
-    in it. The lock is the process's own (lockf): it goes with a kill -9, even if forked workers live a moment longer.
+    """Keep other runs out of a folder until the descriptor that is returned is closed. Raises UsageError if another run
+    is using it. The lock is the process's own (lockf): kill -9 releases it, even if forked workers live on a while.
     """
     descriptor = os.open(logdir / "run.lock", os.O_RDWR | os.O_CREAT)
     try:
@@ -1492,12 +1495,24 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, int]:
             undo.callback(os.close, lock)
             # Read only now: whoever else was in the folder may have written a newer one.
             checkpoint = load_latest(logdir, args.device, repair=True) if args.resume else None
+            if checkpoint is not None:
+                keep_best(logdir, checkpoint)
             check_continuation(args, logdir, checkpoint)
             write_config(args, logdir)
         except OSError as error:
             raise UsageError(f"The run folder {args.logdir or 'runs/'} cannot be written: {error.strerror}.") from None
         undo.pop_all()  # all went well: the lock stays
     return logdir, checkpoint, lock
+
+
+def keep_best(logdir: Path, checkpoint: dict[str, Any]) -> None:
+    """Let the counters of a checkpoint to resume from know of a best.pt that is newer: the updates before it were lost
+    with a crash, the policy was not."""
+    with contextlib.suppress(UsageError):  # there may be no best.pt yet
+        counters = load_checkpoint(logdir / "best.pt")["counters"]
+        if counters["best_step"] > checkpoint["counters"]["global_step"]:
+            best = {name: value for name, value in counters.items() if name in BEST}
+            checkpoint["counters"] |= best
 
 
 def check_continuation(args: Args, logdir: Path, checkpoint: dict[str, Any] | None) -> None:
@@ -1518,8 +1533,8 @@ def check_continuation(args: Args, logdir: Path, checkpoint: dict[str, Any] | No
 
 
 def write_config(args: Args, logdir: Path) -> None:
-    """Write config.json: arguments, versions, commit and command line; a resumed run's last three in "resumed", where
-    it keeps a list of them."""
+    """Write config.json: arguments, versions, commit, command line. Each resume appends its own last three to
+    "resumed"."""
     commit = ""
     if shutil.which("git"):
         git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
@@ -1572,8 +1587,7 @@ def require(values: Any, condition: str, holds: Callable[[Any], bool], *names: s
 
 
 def require_flag(values: Any, needed: str, *names: str) -> None:
-    """Raise UsageError for the first of the named values that is not the default, if `needed` is off: it would do
-    nothing."""
+    """Raise UsageError if one of the named flags was set although `needed`, without which it does nothing, is off."""
     for name in names:
         if getattr(values, name) != getattr(type(values), name) and not getattr(values, needed):
             raise UsageError(f"{flag(name)} needs {flag(needed)}.")

@@ -64,7 +64,11 @@ class Run:
         return args["total_timesteps"] // batch_size * batch_size
 
     def is_finished(self) -> bool:
-        """Whether the final evaluation was made, and the checkpoint that follows it was written."""
+        """Whether the final evaluation was made, and the checkpoint that follows it was written; or it ended early by
+        itself, as CAGE2's --compliance-threshold lets it."""
+        marker = self.logdir / "finished"
+        if marker.exists() and marker.read_text() == str(self.final_step()):
+            return True
         evaluations, latest = self.logdir / "eval.csv", self.logdir / "latest.pt"
         if not evaluations.exists() or not latest.exists() or latest.stat().st_mtime < evaluations.stat().st_mtime:
             return False
@@ -148,6 +152,7 @@ def run_all(runs: list[Run], parallel: int) -> int:
                 run.lock.close()
                 code = run.process.returncode
                 if code == 0:
+                    (run.logdir / "finished").write_text(str(run.final_step()))
                     print(f"finished: {run}", flush=True)
                 elif not stopped_by:
                     raise UsageError(f"{run} ended with exit code {code}: {run.last_words()}")

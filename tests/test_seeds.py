@@ -38,7 +38,7 @@ else:
     open(f"{logdir}/eval.csv", "w").write("global_step,eval/mean_return\\n")
     open(f"{logdir}/timing.csv", "w").write("global_step,time/seconds\\n")
 print(f"begins at {step} in {os.getpid()}", flush=True)
-while step < 80 and not stop:
+while step < int(flags.get("--end", 80)) and not stop:
     time.sleep(json.load(open(config))["delay"])
     step += 10
     open(f"{logdir}/timing.csv", "a").write(f"{step},{step * 6}\\n")
@@ -103,6 +103,17 @@ def is_alive(pid: int) -> bool:
 
 
 # ---- running --------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_that_ends_early_by_itself_is_finished_and_counts(
+    stand_in: Path, tmp_path: Path, run_main: Callable[..., tuple[int, str, str]]
+) -> None:
+    """As with CAGE2's --compliance-threshold: else only the seeds that do not comply would be reported."""
+    command = ["--seeds", "1", "2", "--folder", str(tmp_path / "runs"), "--", str(stand_in), "--end", "40"]
+    assert run_main(*command)[0] == 0
+    code, output, _ = run_main(*command)
+    assert (code, "2 of 2 runs are finished." in output) == (0, True)
+    assert "60" in output  # the mean of 40 and 80
 
 
 def test_finished_runs_are_not_repeated_and_new_seeds_are_added(stand_in: Path, run_main: Callable) -> None:
