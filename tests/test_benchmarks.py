@@ -35,6 +35,7 @@ def test_candidates_take_turns_and_each_comes_first() -> None:
 
 def test_a_busy_round_does_not_move_the_ratio() -> None:
     assert common.median_ratio([100, 10, 102], [50, 5, 51]) == 2
+    assert common.median_ratio([100, 10, 90], [50, 5, 10]) == 2  # the ratio of the medians is 9, of the sums 3.1
 
 
 def test_a_measurement_that_fails_says_why() -> None:

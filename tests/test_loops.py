@@ -47,21 +47,31 @@ class Watched:
     steps: list[tuple[Any, ...]]  # what each call of vec_env.step returned
     gae: list[tuple[Any, Any]]  # arguments and result of compute_gae, an update each
     minibatches: list[list[torch.Tensor]]  # of every optimiser step
+    actions: list[np.ndarray]  # what each call of vec_env.step was given
+    action_space: Any
+    rates: list[list[float]]  # the learning rates of every optimiser step
+    ent_coefs: list[float]  # the weight of the entropy bonus in every loss
 
 
-@pytest.fixture
-def watched(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Watched:
+@pytest.fixture(scope="module")
+def watched(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    tmp_path = tmp_path_factory.mktemp("watched")
     name = domain(Path(str(script.__file__)))
     args = with_args(script, **(COMMON | RUNS[name]), logdir=str(tmp_path / "run"))
     args.total_timesteps = 2 * args.batch_size
-    seen: dict[str, list[Any]] = {"first": [], "steps": []}
-    make_envs = script.make_envs
+    seen: dict[str, list[Any]] = {"first": [], "steps": [], "actions": [], "ent_coefs": []}
+    make_envs, ppo_gradients = script.make_envs, script.ppo_gradients
+
+    def noted_gradients(agent: Any, minibatch: Any, args: Any) -> Any:
+        seen["ent_coefs"].append(float(args.ent_coef))  # now: it is annealed in place
+        return ppo_gradients(agent, minibatch, args)
 
     def make_watched(*given: Any, **options: Any) -> Any:
         vec_env = make_envs(*given, **options)
         step, reset = vec_env.step, vec_env.reset
 
         def watched_step(actions: Any) -> Any:
+            seen["actions"].append(np.array(actions))
             seen["steps"].append(copy.deepcopy(step(actions)))
             return seen["steps"][-1]
 
@@ -73,18 +83,22 @@ def watched(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
             vec_env.step, vec_env.reset = watched_step, watched_reset
         return vec_env
 
-    monkeypatch.setattr(script, "make_envs", make_watched)
-    monkeypatch.setattr(script, "plot_curves", lambda logdir: None)
-    gae, gradients = spy(monkeypatch, script, "compute_gae"), spy(monkeypatch, script, "ppo_gradients")
-    script.train(args)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(script, "make_envs", make_watched)
+        patch.setattr(script, "plot_curves", lambda logdir: None)
+        patch.setattr(script, "ppo_gradients", noted_gradients)
+        gae, gradients, adam = (spy(patch, script, name) for name in ("compute_gae", "ppo_gradients", "adam_step"))
+        script.train(args)
     checkpoint = script.load_checkpoint(tmp_path / "run" / "latest.pt")
     vec_env = make_envs(args)
-    agent = script.Agent(vec_env, args)
+    agent, action_space = script.Agent(vec_env, args), vec_env.single_action_space
     vec_env.close()
     agent.load_state_dict(checkpoint["agent"])
+    rates = [[float(rate) for rate in given[3]] for given, _ in adam]
     minibatches = [list(minibatch) for (_, minibatch, _), _ in gradients]
     steps = seen["steps"][: 2 * args.num_steps]
-    return Watched(name, args, agent, checkpoint, seen["first"][0][0], steps, gae, minibatches)
+    return Watched(name, args, agent, checkpoint, seen["first"][0][0], steps, gae, minibatches, seen["actions"],
+                   action_space, rates, seen["ent_coefs"])  # fmt: skip
 
 
 def value_of(agent: Any, obs: Any) -> torch.Tensor:
@@ -143,6 +157,40 @@ def test_every_transition_is_used_once_an_epoch_in_a_fresh_order_and_with_its_ow
             torch.testing.assert_close(own_values, values, rtol=1e-4, atol=1e-4)
 
 
+def test_what_is_learnt_from_is_the_action_that_was_taken(watched: Watched) -> None:
+    """Not the most probable one, and the environment gets it clipped to its limits (detail 27)."""
+    args = watched.args
+    values = torch.cat([given[1] for given, _ in watched.gae]).flatten().tolist()
+    taken = np.concatenate(watched.actions[: 2 * args.num_steps]).reshape(len(values), -1)
+    per_update = args.update_epochs * args.num_minibatches
+    learnt: list[tuple[float, ...]] = []
+    for start in (0, per_update):  # the first epoch of each update has every transition once
+        for _, actions, _, old_values, *_ in watched.minibatches[start : start + args.num_minibatches]:
+            stored = actions.numpy().reshape(len(actions), -1)
+            if hasattr(watched.action_space, "low"):
+                stored = np.clip(stored, watched.action_space.low, watched.action_space.high)
+            learnt += [(value, *action) for value, action in zip(old_values.tolist(), stored.tolist(), strict=True)]
+    assert sorted(learnt) == sorted((value, *action) for value, action in zip(values, taken.tolist(), strict=True))
+
+
+def test_learning_rate_and_entropy_bonus_decay_where_they_are_used(watched: Watched) -> None:
+    """Of two updates the second is made with half of each."""
+    args, half = watched.args, len(watched.rates) // 2
+    assert len(watched.rates) == len(watched.ent_coefs) == len(watched.minibatches)
+    for used, annealing in ((watched.rates[:half], 1.0), (watched.rates[half:], 0.5)):
+        assert used == [[pytest.approx(args.learning_rate * annealing, rel=1e-6, abs=0)]] * half
+    last = 0.5 if getattr(args, "anneal_ent", False) else 1.0
+    expected = [args.ent_coef] * half + [args.ent_coef * last] * half
+    assert watched.ent_coefs == pytest.approx(expected)
+    assert args.ent_coef > 0 or watched.name == "ppo_continuous_mujoco"
+
+
+def test_steps_per_second_are_those_of_an_update(watched: Watched, script: ModuleType) -> None:
+    timing = script.read_csv(Path(watched.args.logdir) / "timing.csv")
+    seconds = np.diff(timing["time/seconds"], prepend=0.0)
+    np.testing.assert_allclose(timing["time/sps"] * seconds, watched.args.batch_size, rtol=1e-6)
+
+
 def test_one_optimiser_serves_the_whole_run(watched: Watched) -> None:
     """Adam's step count is that of the run: made anew for each update, it would correct its bias again and again."""
     steps = len(watched.minibatches)
@@ -187,10 +235,7 @@ def test_every_metric_that_is_explained_exists() -> None:
         assert f'"{name}"' in sources or f'"{name.partition("/")[2]}"' in sources or "{" in name, name
 
 
-def test_curves_are_drawn_on_demand(
-    watched: Watched, script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.undo()
+def test_curves_are_drawn_on_demand(watched: Watched, script: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     assert not (Path(watched.args.logdir) / "curves.png").exists()
     assert script.main(["curves", "--logdir", str(watched.args.logdir)]) == 0
     assert (Path(watched.args.logdir) / "curves.png").stat().st_size > 10_000

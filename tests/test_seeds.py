@@ -267,6 +267,8 @@ def test_statistics_against_known_values() -> None:
     assert found["mean"] == 121 / 8
     assert found["interquartile_mean"] == 3.5  # of 2, 3, 4, 5: the outlier is gone
     assert seeds.statistics_of(np.array([1.0, 2, 6]))["interquartile_mean"] == 3  # fewer than four: the mean
+    assert seeds.statistics_of(np.array([100.0, 0, 9, 2, 3, 5, 1, 10]))["interquartile_mean"] == (2 + 3 + 5 + 9) / 4
+    assert seeds.statistics_of(np.array([1.0, 2, 6, 100, -5]))["interquartile_mean"] == 3  # one less on each side
 
 
 def test_the_interval_of_two_seeds_is_known_exactly() -> None:
