@@ -1,7 +1,7 @@
 """PPO from pixels with discrete actions: Super Mario Bros on a real emulator, and Atari games.
 
     python ppo_atari_mario.py                                    # Mario learns to reach the flag of World 1-1
-    python ppo_atari_mario.py --backend fceumm --env-id Mario-2-1  # another stage, on the fast emulator
+    python ppo_atari_mario.py --backend fceumm --env-id Mario-4-1  # another stage, on the fast emulator
     python ppo_atari_mario.py --configs atari --env-id ALE/Pong-v5  # an Atari game (make atari)
     python ppo_atari_mario.py play --logdir runs/... --save-gif  # watch the best checkpoint
 
@@ -207,7 +207,7 @@ class Args:
 # `--configs a b` layers presets from left to right; flags win last.
 PRESETS: dict[str, dict[str, Any]] = {
     "defaults": {},
-    # the setting of a widely read Mario guide; it asked for 8-12 hours of a GPU
+    # the values of ylxfda/learn-RL-with-Mario, PPO/README.md at e143216; it asked for 8-12 hours of a GPU
     "document": {"seed": 0, "total_timesteps": 10_000_000, "obs": "rgb64", "max_pool": True, "show_buttons": False,
                  "reward": "document", "stuck_steps": 0, "num_steps": 128, "num_minibatches": 16,
                  "minibatch_growth": 1, "learning_rate": 2.5e-4, "anneal_lr": False, "gamma": 0.99, "ent_coef": 0.03,

@@ -1,6 +1,6 @@
 """PPO for continuous actions: MuJoCo robots, and continuing tasks that never end.
 
-    python ppo_continuous_mujoco.py                                    # HalfCheetah-v5 learns to run
+    python ppo_continuous_mujoco.py --configs halfcheetah              # HalfCheetah-v5 learns to run
     python ppo_continuous_mujoco.py --configs ant --seed 2             # Ant-v5 with its own preset
     python ppo_continuous_mujoco.py play --logdir runs/... --save-gif  # watch the best checkpoint
 

@@ -6,7 +6,7 @@ Uniformly random actions, episodes of 100 steps, resets included, steps counted 
 candidates run in turn, round after round; ratios are medians over rounds of two figures of one round. The batches use
 one core; steps per CPU second are what that core gives when nobody else wants it. The real CybORG is not on PyPI: its
 speed (560-735 steps/s) and MiniCAGE's (20,000 at 25 environments, 110,000 at 1,024) are quoted from the project's own
-measurements of them (shared/cage2/SPEC.md 14), not taken here.
+measurements of them (envs/cage2/SPEC.md, section 14), not taken here.
 """
 
 import argparse

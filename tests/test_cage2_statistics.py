@@ -1,4 +1,4 @@
-"""Free-running statistics of the simulator against those of the real CybORG (shared/cage2/STATS.md)."""
+"""Free-running statistics of the simulator against those of the real CybORG, as they were measured on it."""
 
 from collections.abc import Callable
 

@@ -784,6 +784,12 @@ def test_a_search_does_not_go_on_with_another_shared_policy(cage2: ModuleType, s
         cage2.search(search_args(cage2, tmp_path / "s", own, n_workflows=2, resume=True))
 
 
+def test_a_run_starts_from_the_policy_that_it_is_given(cage2: ModuleType, shared: Path, tmp_path: Path) -> None:
+    values = {"workflow": "any", "red_agent": "b_line", "total_timesteps": 200, "learning_rate": 1e-30}
+    cage2.train(tiny_args(cage2, tmp_path / "run", init_from=str(shared), **values))
+    assert_same(*(cage2.load_checkpoint(path)["agent"] for path in (tmp_path / "run" / "latest.pt", shared)))
+
+
 def test_a_search_prints_the_five_best_and_can_be_extended(
     cage2: ModuleType, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

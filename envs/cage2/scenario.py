@@ -1,7 +1,7 @@
 """Scenario2 of the CAGE Challenge 2 as tables: hosts, services, decoys, exploits, actions and rewards.
 
 Nothing here acts; `rules.py` and `red_agents.py` read these tables. "SPEC n" in this package means section n
-of the behavioural specification of the real simulator (`shared/cage2/SPEC.md`, read from CybORG 2.1, MIT
+of the behavioural specification of the real simulator (`SPEC.md` beside this file, read from CybORG 2.1, MIT
 licence). Hosts are numbered in one order everywhere: in observations, in blocks of actions and in every (...,
 13) array. A set of hosts, ports or exploits is an integer whose bit i says "contains i".
 """
