@@ -22,7 +22,8 @@ import numpy as np
 import pytest
 import torch
 
-from envs.cage2 import ACTION_NAMES, HOSTS, Cage2VecEnv
+from envs.cage2 import ACTION_NAMES, DECOYS, HOSTS, Cage2VecEnv
+from envs.cage2.memory import DECOY_SLOTS
 from tests.conftest import ROOT, assert_same
 
 BEST = ROOT / "results" / "cage2_best.pt"
@@ -184,7 +185,7 @@ def test_full_actions_are_the_games_own(cage2: ModuleType) -> None:
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-def remembered(cage2: ModuleType, history: list[tuple[int, np.ndarray]]) -> np.ndarray:
+def remembered(history: list[tuple[int, np.ndarray]]) -> np.ndarray:
     """Blue's memory after these (action, observation) pairs of one episode, by plain counting."""
     after = len(history)
     fading = 0.8
@@ -204,8 +205,8 @@ def remembered(cage2: ModuleType, history: list[tuple[int, np.ndarray]]) -> np.n
             traces[f"ever {kind}", host] = float(bool(times))
     kinds = ("Analyse", "Remove", "Restore", "Scan", "Exploit", "ever Scan", "ever Exploit")
     memory = [traces[kind, host] for kind in kinds for host in range(13)]
-    for host, d in cage2.DECOY_SLOTS:
-        started = [t for t, w in enumerate(verbs) if w == [f"Decoy{cage2.DECOYS[d].name}", HOSTS[host]]]
+    for host, d in DECOY_SLOTS:
+        started = [t for t, w in enumerate(verbs) if w == [f"Decoy{DECOYS[d].name}", HOSTS[host]]]
         restored = [t for t, w in enumerate(verbs) if w == ["Restore", HOSTS[host]]]
         memory.append(float(bool(started) and started[-1] > max(restored, default=-1)))
     return np.array([*memory, 0.7**after, 0.95**after], np.float32)
@@ -229,12 +230,12 @@ def test_memory_equals_a_plain_count_over_blues_own_history(cage2: ModuleType, a
         for n in range(6):
             last = infos["final_obs"][n] if truncated[n] else obs[n]
             history[n].append((int(game_actions[n]), last[:52]))
-            np.testing.assert_allclose(last[52:], remembered(cage2, history[n]), rtol=1e-5, atol=1e-12)
+            np.testing.assert_allclose(last[52:], remembered(history[n]), rtol=1e-5, atol=1e-12)
             if truncated[n]:
                 endings += 1
                 history[n] = []
                 np.testing.assert_array_equal(obs[n][:52], 0)
-                np.testing.assert_allclose(obs[n][52:], remembered(cage2, []))
+                np.testing.assert_allclose(obs[n][52:], remembered([]))
     assert endings == 12
 
 

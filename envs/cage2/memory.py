@@ -1,0 +1,151 @@
+"""What Blue remembers of an episode, and the reduced actions: wrappers' work between the game and the policy.
+
+The game's 52 bits show one step. What was scanned, cleaned and where decoys stand is gone from them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector.utils import batch_space
+
+from .scenario import ACTION_NAMES, DECOY_CHECKS, DECOY_FITS, DECOYS, EXPLOITS, HOSTS, LISTENING
+
+# What each of the 145 actions is: a verb and a host (none for Sleep and Monitor).
+VERB_AND_HOST = [(name.split()[0], HOSTS.index(name.split()[1]) if " " in name else -1) for name in ACTION_NAMES]
+
+# The decoys that can run on each host, those against red's favourite exploits first: 41 (host, decoy) slots.
+DECOY_SLOTS = [
+    (host, d)
+    for host in range(len(HOSTS))
+    for d in sorted(range(len(DECOYS)), key=lambda d: -EXPLOITS[DECOYS[d].stops].weight)
+    if DECOY_FITS[d] >> host & 1 and not LISTENING[host] & DECOY_CHECKS[d]
+]
+
+# The reduced actions are those of the challenge's winner (CardiffUni): four verbs on the nine hosts of consequence.
+# The fourth, "the next decoy", depends on what stands there. With all decoys up it repeats the last one, which changes
+# nothing, but for Vsftpd, of which another one starts.
+REDUCED_HOSTS = [HOSTS.index(h) for h in ("Defender", "Enterprise0", "Enterprise1", "Enterprise2", "Op_Server0",
+                                          "User1", "User2", "User3", "User4")]  # fmt: skip
+
+# A workflow may ask for the repair of any host but User0, where red's foothold never ends.
+WORKFLOW_HOSTS = [h for h, name in enumerate(HOSTS) if name != "User0"]
+
+
+class Memory(VectorWrapper):
+    """What Blue has seen and done in this episode, as further inputs; and its reduced actions as the game's own.
+
+    Everything is computed from Blue's own observations and actions, which a real defender would have too. For each
+    host: how long ago it was last seen scanned, seen exploited, analysed, cleaned and restored (a trace that is 1 then
+    and fades), whether it was ever scanned and exploited, which decoys were started since its last Restore; and how
+    long the episode has lasted (two fading traces). A trace m moves by m <- m FADE[action], then up to SET[action]
+    where that is more: the memory of an action is a row of a table.
+
+    With `memory` False observations stay as they are; without `reduced_to`, the hosts of the reduced actions, so do
+    actions. With `horizon` the episode terminates after so many steps, and the share of them that has passed is an
+    input too.
+    """
+
+    FADING = 0.8  # of traces, per step
+    KINDS = ("Analyse", "Remove", "Restore", "Scan", "Exploit")
+
+    def __init__(
+        self, env: VectorEnv, memory: bool, reduced_to: Sequence[int] = (), horizon: int | None = None
+    ) -> None:
+        super().__init__(env)
+        self.memory, self.reduced_to, self.horizon = memory, np.array(reduced_to, int), horizon
+        self.plain = np.array([VERB_AND_HOST.index((verb, h)) for verb in self.KINDS[:3] for h in reduced_to], int)
+        hosts, slots = len(HOSTS), len(DECOY_SLOTS)
+        self.traces = slice(0, len(self.KINDS) * hosts)
+        self.seen = slice(3 * hosts, 5 * hosts)  # the traces of Scan and Exploit
+        self.ever = slice(5 * hosts, 7 * hosts)
+        self.decoys = slice(7 * hosts, 7 * hosts + slots)
+        self.clocks = slice(7 * hosts + slots, 7 * hosts + slots + 2)
+        size = self.clocks.stop
+        self.fade = np.ones((len(ACTION_NAMES), size), np.float32)
+        self.fade[:, self.traces] = self.FADING
+        self.fade[:, self.clocks] = 0.7, 0.95
+        self.set = np.zeros((len(ACTION_NAMES), size), np.float32)
+        for action, (verb, host) in enumerate(VERB_AND_HOST):
+            if verb in self.KINDS:
+                self.set[action, self.KINDS.index(verb) * hosts + host] = 1
+            for slot, (slot_host, d) in enumerate(DECOY_SLOTS):
+                if host == slot_host and verb == "Restore":
+                    self.fade[action, self.decoys.start + slot] = 0
+                if host == slot_host and verb == f"Decoy{DECOYS[d].name}":
+                    self.set[action, self.decoys.start + slot] = 1
+        self.start = np.zeros(size, np.float32)
+        self.start[self.clocks] = 1
+        self.now = np.tile(self.start, (self.num_envs, 1))  # (num_envs, size)
+        self.steps = np.zeros(self.num_envs, np.float32)
+
+        # next_decoy[h, k]: the action that starts decoy k of host h, with the last one repeated at the end.
+        self.slots_of = np.array([[h == host for h, _ in DECOY_SLOTS] for host in range(hosts)], np.float32)
+        starters = [[VERB_AND_HOST.index((f"Decoy{DECOYS[d].name}", h)) for h, d in DECOY_SLOTS if h == host]
+                    for host in range(hosts)]  # fmt: skip
+        longest = max(map(len, starters))
+        self.next_decoy = np.array([(s + s[-1:] * (longest + 1))[: longest + 1] for s in starters])
+        extra = size * memory + (horizon is not None)
+        obs_dim = env.single_observation_space.shape[0] + extra  # type: ignore[index]
+        self.single_observation_space = gym.spaces.Box(0.0, 1.0, (obs_dim,), np.float32)
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
+        if reduced_to:
+            self.single_action_space = gym.spaces.Discrete(len(self.plain) + len(reduced_to))
+            self.action_space = batch_space(self.single_action_space, self.num_envs)
+
+    def game_actions(self, actions: np.ndarray) -> np.ndarray:
+        """The game's actions (num_envs,) in 0..144 for the policy's."""
+        if not self.reduced_to.size:
+            return actions
+        hosts = self.reduced_to[actions % len(self.reduced_to)]  # the order is by verb, then by host
+        standing = (self.now[:, self.decoys] * self.slots_of[hosts]).sum(-1).astype(int)
+        plain = self.plain[np.minimum(actions, len(self.plain) - 1)]
+        return np.where(actions < len(self.plain), plain, self.next_decoy[hosts, standing])
+
+    def inputs(self, obs: np.ndarray) -> np.ndarray:
+        """(num_envs, 52) -> (num_envs, obs_dim)."""
+        parts = [obs, self.now] if self.memory else [obs]
+        return np.concatenate([*parts, self.steps[:, None] / self.horizon] if self.horizon else parts, axis=1)
+
+    def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        if "reset_mask" in (options or {}):
+            raise ValueError("Memory restarts each episode in its last step: leave options['reset_mask'] out.")
+        obs, infos = self.env.reset(seed=seed, options=options)
+        self.now[:], self.steps[:] = self.start, 0
+        return self.inputs(obs), infos
+
+    def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
+        actions = self.game_actions(actions)
+        obs, rewards, terminated, truncated, infos = self.env.step(actions)
+        infos["game_actions"] = actions
+        ended = np.flatnonzero(terminated | truncated)
+        seen = obs
+        if ended.size:
+            seen = obs.copy()
+            seen[ended] = np.stack(infos["final_obs"][ended])
+        activity = seen[:, 0::4] - seen[:, 1::4], seen[:, 1::4]  # bits 10 Scan, 11 Exploit
+        self.now *= self.fade[actions]
+        np.maximum(self.now, self.set[actions], out=self.now)
+        for part in (self.seen, self.ever):
+            np.maximum(self.now[:, part], np.concatenate(activity, axis=1), out=self.now[:, part])
+        self.steps += 1
+        if ended.size:
+            final = self.inputs(seen)
+            infos["final_obs"] = infos["final_obs"].copy()
+            for n in ended:
+                infos["final_obs"][n] = final[n]
+            self.now[ended], self.steps[ended] = self.start, 0
+        if self.horizon:  # the limit is then the end of the game, and no cut
+            terminated, truncated = truncated, terminated
+        return self.inputs(obs), rewards, terminated, truncated, infos
+
+    def get_state(self) -> dict[str, Any]:
+        return {"now": self.now.copy(), "steps": self.steps.copy(), "env": self.env.get_state()}  # type: ignore[attr-defined]
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.now, self.steps = np.array(state["now"]), np.array(state["steps"])
+        self.env.set_state(state["env"])  # type: ignore[attr-defined]
