@@ -618,7 +618,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
                 os.link(path, previous)
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
-        print(f"warning: {path} was not written ({str(error).splitlines()[0]}); the run goes on.", file=sys.stderr)
+        print(f"warning: {path} was not written ({first_line(error)}); the run goes on.", file=sys.stderr)
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         return False
@@ -655,8 +655,7 @@ def load_checkpoint(path: Path, device: str = "cpu") -> dict[str, Any]:
     except PermissionError:
         raise UsageError(f"The checkpoint {path} may not be read by this user.") from None
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
-        reason = str(error).partition("\n")[0][:100]
-        raise DamagedError(f"{path} is damaged or not a checkpoint ({reason}).") from None
+        raise DamagedError(f"{path} is damaged or not a checkpoint ({first_line(error)}).") from None
     found = state.get("format") if isinstance(state, dict) else None
     if found != FORMAT:
         raise UsageError(f"{path} holds {found or 'something else'}, this script reads checkpoints of {FORMAT}.")
@@ -1224,7 +1223,7 @@ def find_checkpoint(logdir: str | None, name: str) -> Path:
     """The checkpoint that --checkpoint names, in the run folder or by its path. Raises UsageError for a name without
     a folder."""
     if logdir is None and name in ("best", "latest"):
-        raise UsageError("Name the run folder, --logdir, or the path of a checkpoint, --checkpoint.")
+        raise UsageError("play needs --logdir, a run folder, or --checkpoint with the path of a file.")
     path = Path(logdir or "", f"{name}.pt") if name in ("best", "latest") else Path(name)
     if not path.exists() and name == "best" and path.with_name("latest.pt").exists():
         raise UsageError(f"There is no {path} before the first evaluation; use --checkpoint latest.")
@@ -1245,12 +1244,11 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
         raise UsageError("--render needs a window from pygame: pip install pygame, or use --save-gif.")
     path = find_checkpoint(play_args.logdir, play_args.checkpoint)
     checkpoint, logdir = load_checkpoint(path), Path(play_args.logdir or path.parent)
-    args = replace(known_args(checkpoint["args"]), eval_episodes=1, num_envs=1, num_minibatches=1, minibatch_growth=1,
-                   norm_adv=False, norm_adv_scope="minibatch", track=False, device="cpu")  # fmt: skip
+    args = replace(known_args(checkpoint["args"]), eval_episodes=1, num_envs=1, device="cpu")
     for name in ("env_id", "max_episode_steps"):
         if getattr(play_args, name) is not None:
             args = replace(args, **{name: getattr(play_args, name)})
-    validate(args)
+    check_environment(args)
     vec_env = make_envs(args)
     agent = Agent(vec_env, args)
     vec_env.close()
@@ -1593,6 +1591,11 @@ def require_flag(values: Any, needed: str, *names: str) -> None:
             raise UsageError(f"{flag(name)} needs {flag(needed)}.")
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, shortened: that of some packages fills pages."""
+    return str(error).partition("\n")[0][:150]
+
+
 def world_size() -> int:
     """The number of processes of this run: torchrun sets the variable (docs/distributed.md)."""
     return int(os.environ.get("WORLD_SIZE", 1))
@@ -1645,6 +1648,18 @@ def check_ranges(args: Args) -> None:
 def validate(args: Args) -> None:
     """Raise UsageError, one sentence with the numbers in it, for arguments that cannot work."""
     check_ranges(args)
+    check_environment(args)
+    if args.gamma == 1 and args.stuck_steps == 0:
+        raise UsageError("--gamma 1 needs episodes that end soon: set --stuck-steps above 0 or --gamma below 1.")
+    require(args, "at least 1", lambda x: x >= 1, "feature_dim", "video_episodes", "video_fps", "minibatch_growth")
+    if args.num_minibatches % args.minibatch_growth:
+        raise UsageError(
+            f"--minibatch-growth {args.minibatch_growth} must divide --num-minibatches {args.num_minibatches}; 1 does."
+        )
+
+
+def check_environment(args: Args) -> None:
+    """Raise UsageError if the environment cannot be made here, or is none for this script."""
     if not args.env_id.startswith(("Mario-", "ALE/")):
         raise UsageError(f"There is no environment {args.env_id!r}; try Mario-1-1, Mario-random, ALE/Breakout-v5.")
     for name in MARIO_ONLY if is_atari(args) else ATARI_ONLY:
@@ -1654,13 +1669,6 @@ def validate(args: Args) -> None:
         make_env(args).close()
     except (ValueError, MarioBackendError, AtariError) as error:  # an option out of its range, or no emulator
         raise UsageError(str(error)) from None
-    if args.gamma == 1 and args.stuck_steps == 0:
-        raise UsageError("--gamma 1 needs episodes that end soon: set --stuck-steps above 0 or --gamma below 1.")
-    require(args, "at least 1", lambda x: x >= 1, "feature_dim", "video_episodes", "video_fps", "minibatch_growth")
-    if args.num_minibatches % args.minibatch_growth:
-        raise UsageError(
-            f"--minibatch-growth {args.minibatch_growth} must divide --num-minibatches {args.num_minibatches}; 1 does."
-        )
 
 
 # ==========================================================================================================

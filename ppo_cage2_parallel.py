@@ -610,7 +610,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
                 os.link(path, previous)
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
-        print(f"warning: {path} was not written ({str(error).splitlines()[0]}); the run goes on.", file=sys.stderr)
+        print(f"warning: {path} was not written ({first_line(error)}); the run goes on.", file=sys.stderr)
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         return False
@@ -647,8 +647,7 @@ def load_checkpoint(path: Path, device: str = "cpu") -> dict[str, Any]:
     except PermissionError:
         raise UsageError(f"The checkpoint {path} may not be read by this user.") from None
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
-        reason = str(error).partition("\n")[0][:100]
-        raise DamagedError(f"{path} is damaged or not a checkpoint ({reason}).") from None
+        raise DamagedError(f"{path} is damaged or not a checkpoint ({first_line(error)}).") from None
     found = state.get("format") if isinstance(state, dict) else None
     if found != FORMAT:
         raise UsageError(f"{path} holds {found or 'something else'}, this script reads checkpoints of {FORMAT}.")
@@ -1591,7 +1590,7 @@ def find_checkpoint(logdir: str | None, name: str) -> Path:
     """The checkpoint that --checkpoint names, in the run folder or by its path. Raises UsageError for a name without
     a folder."""
     if logdir is None and name in ("best", "latest"):
-        raise UsageError("Name the run folder, --logdir, or the path of a checkpoint, --checkpoint.")
+        raise UsageError("play needs --logdir, a run folder, or --checkpoint with the path of a file.")
     path = Path(logdir or "", f"{name}.pt") if name in ("best", "latest") else Path(name)
     if not path.exists() and name == "best" and path.with_name("latest.pt").exists():
         raise UsageError(f"There is no {path} before the first evaluation; use --checkpoint latest.")
@@ -1613,14 +1612,8 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     if play_args.workflow is not None and args.workflow is None:
         raise UsageError(f"--workflow {play_args.workflow} means nothing to a policy trained without workflows.")
     chosen = {key: getattr(play_args, key) for key in ("red_agent", "version", "workflow", "max_steps")}
-    args = replace(
-        args,
-        device="cpu",
-        track=False,
-        init_from=None,
-        **{key: value for key, value in chosen.items() if value is not None},
-    )
-    validate(args)
+    args = replace(args, device="cpu", **{key: value for key, value in chosen.items() if value is not None})
+    check_environment(args)
     reds = [red for red in RED_MIXTURE if args.red_agent in (red, "mixed")]
     at_once = play_args.episodes
     if play_args.render or play_args.save_gif:
@@ -2015,6 +2008,11 @@ def require_flag(values: Any, needed: str, *names: str) -> None:
             raise UsageError(f"{flag(name)} needs {flag(needed)}.")
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, shortened: that of some packages fills pages."""
+    return str(error).partition("\n")[0][:150]
+
+
 def world_size() -> int:
     """The number of processes of this run: torchrun sets the variable (docs/distributed.md)."""
     return int(os.environ.get("WORLD_SIZE", 1))
@@ -2067,24 +2065,17 @@ def check_ranges(args: Args) -> None:
 def validate(args: Args) -> None:
     """Raise UsageError, one sentence with the numbers in it, for arguments that cannot work."""
     check_ranges(args)
-    if args.env_id != "CAGE2-v0":
-        raise UsageError(f"This script plays CAGE2-v0 alone, not {args.env_id!r}; leave --env-id out.")
+    check_environment(args)
     if args.gamma == 1 and not args.finite_horizon:
         raise UsageError(
             "--gamma 1 makes the value of a game without an end infinite; add --finite-horizon, or lower it."
         )
-    require(args, "in 1..100000", lambda x: 1 <= x <= 100_000, "max_steps")
     require(args, "positive and below 1e38", lambda x: 0 < x < 1e38, "reward_scale")
     require(
         args, "positive widths, one or more", lambda sizes: sizes and all(size > 0 for size in sizes), "hidden_sizes"
     )
     require(args, "at least 0 and below 1e38", lambda x: 0 <= x < 1e38, "alignment", "min_episodes")
     require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "compliance_threshold")
-    if args.workflow not in (None, "any"):
-        try:
-            parse_workflow(args.workflow)
-        except ValueError as error:
-            raise UsageError(f"--workflow: {error}") from None
     require_flag(args, "workflow", "compliance_threshold", "alignment", "min_episodes")
     if args.compliance_threshold is None:
         if args.min_episodes != Args.min_episodes:
@@ -2100,6 +2091,18 @@ def validate(args: Args) -> None:
         vec_env.close()
 
 
+def check_environment(args: Args) -> None:
+    """Raise UsageError if the environment cannot be made here, or is none for this script."""
+    if args.env_id != "CAGE2-v0":
+        raise UsageError(f"This script plays CAGE2-v0 alone, not {args.env_id!r}; leave --env-id out.")
+    require(args, "in 1..100000", lambda x: 1 <= x <= 100_000, "max_steps")
+    if args.workflow not in (None, "any"):
+        try:
+            parse_workflow(args.workflow)
+        except ValueError as error:
+            raise UsageError(f"--workflow: {error}") from None
+
+
 # ==========================================================================================================
 # The command line
 # ==========================================================================================================
@@ -2111,7 +2114,8 @@ def explain(args: Args) -> int | None:
     with tempfile.TemporaryDirectory() as scratch:
         steps = 3 * args.batch_size
         probe = replace(args, total_timesteps=steps, logdir=f"{scratch}/run", resume=False, save_every=0,
-                        eval_every=0, eval_episodes=1, track=False, capture_video=False)  # fmt: skip
+                        eval_every=0, eval_episodes=1, track=False, capture_video=False,
+                        compliance_threshold=None, min_episodes=Args.min_episodes)  # fmt: skip
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
             signum = train(probe)["signal"]

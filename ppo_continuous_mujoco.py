@@ -500,8 +500,8 @@ def evaluate(
 
     Episode i starts from seed + i, so that two evaluations differ by their policies alone; an episode without a
     time limit ends after 1000 steps. Returns mean_return, std_return, mean_length, the lists returns and lengths,
-    stable (see `is_stable`; nan for a single episode or where one ended before the time limit) and, with render_mode
-    "rgb_array", the frames of episode 0, each (height, width, 3) uint8.
+    stable (see `is_stable`; nan for fewer than 5 episodes, or where one ended before the time limit) and, with
+    render_mode "rgb_array", the frames of episode 0, each (height, width, 3) uint8.
     """
     num_envs = args.eval_episodes
     vec_env = make_envs(replace(args, num_envs=num_envs), training=False, render_mode=render_mode)
@@ -529,7 +529,7 @@ def evaluate(
         running &= ~(terminated | truncated)
     vec_env.close()
     returns = np.sum(rewards_of_steps, axis=0)
-    comparable = num_envs > 1 and lengths.min() == limit > 2
+    comparable = num_envs >= 5 and lengths.min() == limit > 2  # of fewer episodes the spread says too little
     return {"mean_return": float(returns.mean()), "std_return": float(returns.std()), "frames": frames,
             "mean_length": float(lengths.mean()), "returns": returns.tolist(), "lengths": lengths.tolist(),
             "stable": float(is_stable(-np.array(rewards_of_steps))) if comparable else math.nan}  # fmt: skip
@@ -591,7 +591,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
                 os.link(path, previous)
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
-        print(f"warning: {path} was not written ({str(error).splitlines()[0]}); the run goes on.", file=sys.stderr)
+        print(f"warning: {path} was not written ({first_line(error)}); the run goes on.", file=sys.stderr)
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         return False
@@ -628,8 +628,7 @@ def load_checkpoint(path: Path, device: str = "cpu") -> dict[str, Any]:
     except PermissionError:
         raise UsageError(f"The checkpoint {path} may not be read by this user.") from None
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
-        reason = str(error).partition("\n")[0][:100]
-        raise DamagedError(f"{path} is damaged or not a checkpoint ({reason}).") from None
+        raise DamagedError(f"{path} is damaged or not a checkpoint ({first_line(error)}).") from None
     found = state.get("format") if isinstance(state, dict) else None
     if found != FORMAT:
         raise UsageError(f"{path} holds {found or 'something else'}, this script reads checkpoints of {FORMAT}.")
@@ -920,7 +919,7 @@ def learn(
         if set_vector_state(vec_env, to_arrays(own["envs"])):
             env_obs, episode_returns, episode_lengths = to_arrays(own["episodes"])
         else:
-            print(f"{args.env_id} cannot be saved, so new episodes begin; not the same run.")
+            print(f"warning: {args.env_id} cannot be saved (it has no get_state and set_state), so new episodes begin.")
             env_obs, _ = vec_env.reset(seed=args.seed + first_env + counters.global_step)
         set_random_states(own["random"])
         print(f"continuing after step {counters.global_step:,}", flush=True)
@@ -1167,7 +1166,7 @@ def find_checkpoint(logdir: str | None, name: str) -> Path:
     """The checkpoint that --checkpoint names, in the run folder or by its path. Raises UsageError for a name without
     a folder."""
     if logdir is None and name in ("best", "latest"):
-        raise UsageError("Name the run folder, --logdir, or the path of a checkpoint, --checkpoint.")
+        raise UsageError("play needs --logdir, a run folder, or --checkpoint with the path of a file.")
     path = Path(logdir or "", f"{name}.pt") if name in ("best", "latest") else Path(name)
     if not path.exists() and name == "best" and path.with_name("latest.pt").exists():
         raise UsageError(f"There is no {path} before the first evaluation; use --checkpoint latest.")
@@ -1185,7 +1184,7 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     path = find_checkpoint(play_args.logdir, play_args.checkpoint)
     checkpoint, logdir = load_checkpoint(path), Path(play_args.logdir or path.parent)
     args = replace(known_args(checkpoint["args"]), eval_episodes=1, num_envs=1, device="cpu")
-    check_environment(args.env_id)
+    check_environment(args)
     if play_args.save_gif:
         check_pictures(args)
     if play_args.render and not {"DISPLAY", "WAYLAND_DISPLAY"} & {*os.environ}:
@@ -1516,6 +1515,11 @@ def require_flag(values: Any, needed: str, *names: str) -> None:
             raise UsageError(f"{flag(name)} needs {flag(needed)}.")
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an error's text, shortened: that of some packages fills pages."""
+    return str(error).partition("\n")[0][:150]
+
+
 def world_size() -> int:
     """The number of processes of this run: torchrun sets the variable (docs/distributed.md)."""
     return int(os.environ.get("WORLD_SIZE", 1))
@@ -1568,14 +1572,14 @@ def check_ranges(args: Args) -> None:
 def validate(args: Args) -> None:
     """Raise UsageError, one sentence with the numbers in it, for arguments that cannot work."""
     check_ranges(args)
-    check_environment(args.env_id)
+    check_environment(args)
     if args.vec_env == "batch" and args.env_id not in TASKS:
         raise UsageError(f"--vec-env batch steps {', '.join(TASKS)}; use --vec-env subproc for {args.env_id}.")
     if args.gamma == 1 and not args.average_reward:
-        raise UsageError("--gamma 1 makes the value of a task that goes on infinite; use --average-reward for it.")
+        raise UsageError("--gamma 1 gives an endless task an infinite value; lower it, or use --average-reward.")
     if args.norm_reward and (args.average_reward or args.time_scaled_reward):
         other = "--average-reward" if args.average_reward else "--time-scaled-reward"
-        raise UsageError(f"{other} is another reward scale than --norm-reward; add --no-norm-reward.")
+        raise UsageError(f"{other} needs raw rewards and excludes --norm-reward, which is on; add --no-norm-reward.")
     require(args, "at least 1", lambda x: x >= 1, "reset_steps")
     require(args, "positive", lambda x: x > 0, "clip_obs", "clip_reward")
     require(args, "positive and below 1e38", lambda x: 0 < x < 1e38, "critic_learning_rate")
@@ -1594,8 +1598,9 @@ def validate(args: Args) -> None:
         check_pictures(args)
 
 
-def check_environment(env_id: str) -> None:
-    """Raise UsageError if an environment cannot be made here, or is none for this script."""
+def check_environment(args: Args) -> None:
+    """Raise UsageError if the environment cannot be made here, or is none for this script."""
+    env_id = args.env_id
     if env_id in TASKS:
         return
     others = {"Mario": "ppo_atari_mario.py", "ALE/": "ppo_atari_mario.py", "CAGE2": "ppo_cage2_parallel.py"}
@@ -1610,7 +1615,7 @@ def check_environment(env_id: str) -> None:
         with contextlib.closing(make(env_id)) as env:
             spaces = (env.observation_space, env.action_space)
     except Exception as error:  # a package is missing, or a version has been withdrawn
-        raise UsageError(f"{env_id} cannot be made here ({str(error).partition(chr(10))[0]:.150}).") from None
+        raise UsageError(f"{env_id} cannot be made here ({first_line(error)}).") from None
     if not all(isinstance(space, gym.spaces.Box) and len(space.shape) == 1 for space in spaces):
         raise UsageError(f"This script needs one-dimensional Box observations and actions; {env_id} has {spaces}.")
     if not np.issubdtype(spaces[1].dtype, np.floating):
@@ -1627,8 +1632,7 @@ def check_pictures(args: Args) -> None:
     except Exception as error:
         without_display = args.env_id in TASKS and "MUJOCO_GL" not in os.environ
         advice = "; on a machine without a display, set MUJOCO_GL=egl" if without_display else ""
-        reason = str(error).partition("\n")[0]
-        raise UsageError(f"There are no pictures of {args.env_id} here ({reason:.150}){advice}.") from None
+        raise UsageError(f"There are no pictures of {args.env_id} here ({first_line(error)}){advice}.") from None
 
 
 # ==========================================================================================================

@@ -79,6 +79,21 @@ def test_the_document_preset_has_the_documents_sizes(cage2: ModuleType) -> None:
     assert vec_env.single_action_space.n == 145
 
 
+def test_a_run_that_may_stop_early_can_be_explained_and_played_at_other_lengths(
+    run_main: Callable[..., tuple[int, str, str]], tmp_path: Path
+) -> None:
+    """Three updates of a probe hold fewer episodes than the stop asks for, and so would games that are longer."""
+    flags = ["--configs", "document", "workflow", "--no-compile"]
+    code, out, err = run_main(*flags, "--explain")
+    assert (code, "50 updates" in out) == (0, True), err
+    assert (
+        run_main(*flags, "--min-episodes", "1", "--total-timesteps", "5000", "--logdir", str(tmp_path / "run"))[0] == 0
+    )
+    play = ["play", "--logdir", str(tmp_path / "run"), "--episodes", "1", "--max-steps", "120"]
+    code, out, err = run_main(*play)
+    assert (code, len(json.loads(out.splitlines()[-1])["returns"])) == (0, 1), err
+
+
 @pytest.mark.parametrize(
     ("flags", "words"),
     [

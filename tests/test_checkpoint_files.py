@@ -538,7 +538,7 @@ def test_a_row_that_is_lost_does_not_cost_tensorboard(
         (["--configs=nothing"], "There is no preset 'nothing'"),
         (["--no-norm-adv", "--norm-adv-scope", "batch"], "--norm-adv-scope batch needs --norm-adv"),
         (["--learning-rate", "1e39"], "--learning-rate must be positive and below 1e38, not 1e+39"),
-        (["play"], "Name the run folder, --logdir, or the path of a checkpoint"),
+        (["play"], "play needs --logdir, a run folder, or --checkpoint"),
         (["play", "--logdir", "/nowhere", "--gif-dir", "gifs"], "--gif-dir needs --save-gif"),
         (["play", "--logdir", "/nowhere", "--gif-fps", "5"], "--gif-fps needs --save-gif"),
         (["play", "--logdir", "/nowhere", "--render", "--save-gif"], "choose one"),

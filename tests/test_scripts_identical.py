@@ -22,6 +22,7 @@ SCRIPTS = sorted(ROOT.glob("ppo_*.py"))
 DIFFERENT = {
     "Args": "each domain has flags and defaults of its own",
     "validate": "each domain has limits of its own",
+    "check_environment": "each domain has environments of its own",
     "Agent": "pixels, robots and hosts; Gaussian and categorical policies",
     "make_envs": "each domain has its own environments and wrappers",
     "evaluate": "success, play from random starts, and games of several lengths are measured differently",
