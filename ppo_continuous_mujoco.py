@@ -141,7 +141,7 @@ class Args:
     gae_lambda: float = 0.95
     """lambda of generalised advantage estimation: 0 trusts the critic, 1 the sampled return"""
     average_reward: bool = False
-    """maximise the long-run average reward, resets included, instead of the discounted return (gamma is then 1)"""
+    """maximise the long-run average reward instead of the discounted return (gamma is then 1, whatever --gamma says)"""
     average_reward_rate: float = 0.1
     """share of the newest rollout in the running average reward"""
     num_minibatches: int = 32
