@@ -1347,25 +1347,8 @@ def search(args: SearchArgs) -> int | None:
     middle of an order's training, goes on with --resume. Returns the signal that ended it early, if one did.
     """
     validate_search(args)
-    base = Args(red_agent=args.red_agent or "meander", version=args.version or "leaderboard", workflow="any")
-    if args.shared is not None:
-        base = known_args(load_checkpoint(Path(args.shared))["args"])
-        base = replace(base, device="cpu", track=False, init_from=None)
-        if base.workflow != "any":
-            raise UsageError(f"--shared {args.shared} was not trained with --workflow any, but {base.workflow}.")
-    if args.n_envs * args.update_every_steps < 2:
-        raise UsageError(
-            "--n-envs 1 and --update-every-steps 1 make batches of a single step, whose advantage has no std."
-        )
-    if args.update_every_steps > args.train_episodes_per_env * base.max_steps:
-        raise UsageError(
-            f"--update-every-steps {args.update_every_steps} is more than the steps of --train-episodes-per-env "
-            f"{args.train_episodes_per_env}, {args.train_episodes_per_env * base.max_steps}."
-        )
-    if args.shared is None and args.shared_timesteps < base.batch_size:
-        raise UsageError(f"--shared-timesteps {args.shared_timesteps} is less than one batch, {base.batch_size}.")
-    validate(order_args(args, base, 0))
-    shared_hash = "" if args.shared is None else hashlib.sha256(Path(args.shared).read_bytes()).hexdigest()[:12]
+    base = search_base(args)
+    validate_trainings(args, base)
     default = f"runs/search__{base.red_agent}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     logdir = Path(args.logdir or default)
     if args.resume:
@@ -1377,26 +1360,43 @@ def search(args: SearchArgs) -> int | None:
         raise UsageError(f"The folder {logdir} cannot be written: {error.strerror}.") from None
     with contextlib.ExitStack() as stack:
         stack.callback(os.close, lock)
-        history, baseline = [], None
-        if args.resume:
-            saved = saved_search(logdir)
-            history = saved["history"]
-            if saved["shared_hash"] not in (None, shared_hash):
-                raise UsageError(f"{args.shared} is no longer the policy that the search in {logdir} began with.")
-            if args.baseline == saved["args"].get("baseline"):
-                baseline = saved["baseline"]
-            for name in {*saved["args"]} - {"n_workflows", "logdir", "resume", "baseline"}:
-                if getattr(args, name) != saved["args"][name]:
-                    values = f"from {saved['args'][name]} to {getattr(args, name)}"
-                    raise UsageError(f"search --resume cannot change {flag(name)} {values}.")
-        elif (logdir / "history.json").exists():
-            raise UsageError(f"{logdir} already holds a search: continue it with --resume, or choose another --logdir.")
-        if args.baseline is not None and baseline is None:
-            baseline = judge_baseline(args, base)
+        known = known_so_far(args, logdir)
+        if args.baseline is not None and known["baseline"] is None:
+            known["baseline"] = judge_baseline(args, base)
         interrupt = Interrupt()
         stack.callback(interrupt.restore)
-        known = {"args": asdict(args), "shared_hash": shared_hash, "baseline": baseline, "history": history}
         return explore(args, base, logdir, known, interrupt)
+
+
+def search_base(args: SearchArgs) -> Args:
+    """What all trainings of a search have in common: the defaults, or the arguments of --shared's run."""
+    if args.shared is None:
+        return Args(red_agent=args.red_agent or "meander", version=args.version or "leaderboard", workflow="any")
+    base = known_args(load_checkpoint(Path(args.shared))["args"])
+    if base.workflow != "any":
+        raise UsageError(f"--shared {args.shared} was not trained with --workflow any, but {base.workflow}.")
+    return replace(base, device="cpu", track=False, init_from=None)
+
+
+def known_so_far(args: SearchArgs, logdir: Path) -> dict[str, Any]:
+    """What history.json is to hold: arguments, the hash of --shared, the baseline's evaluation if it has been made, and
+    the history, empty for a new search. Raises UsageError if the folder holds another search, or none to --resume."""
+    shared_hash = "" if args.shared is None else hashlib.sha256(Path(args.shared).read_bytes()).hexdigest()[:12]
+    known: dict[str, Any] = {"args": asdict(args), "shared_hash": shared_hash, "baseline": None, "history": []}
+    if not args.resume:
+        if (logdir / "history.json").exists():
+            raise UsageError(f"{logdir} already holds a search: continue it with --resume, or choose another --logdir.")
+        return known
+    saved = saved_search(logdir)
+    for name in {*saved["args"]} - {"n_workflows", "logdir", "resume", "baseline"}:
+        if getattr(args, name) != saved["args"][name]:
+            values = f"from {saved['args'][name]} to {getattr(args, name)}"
+            raise UsageError(f"search --resume cannot change {flag(name)} {values}.")
+    if saved["shared_hash"] not in (None, shared_hash):
+        raise UsageError(f"{args.shared} is no longer the policy that the search in {logdir} began with.")
+    if args.baseline == saved["args"].get("baseline"):
+        known["baseline"] = saved["baseline"]
+    return known | {"history": saved["history"]}
 
 
 def saved_search(logdir: Path) -> dict[str, Any]:
@@ -1422,8 +1422,8 @@ def parse_search_args(argv: list[str]) -> SearchArgs:
 
 
 def explore(args: SearchArgs, base: Args, logdir: Path, known: dict[str, Any], interrupt: Interrupt) -> int | None:
-    """The loop of `search`: choose an order, train its policy, judge it, note it. What is `known` goes to history.json:
-    arguments, the hash of --shared, the baseline, and the history."""
+    """The loop of `search`: choose an order, train its policy, judge it, note it. What is `known` (see `known_so_far`)
+    goes to history.json."""
     history, baseline = known["history"], known["baseline"]
 
     def save() -> None:
@@ -1547,6 +1547,23 @@ def validate_search(args: SearchArgs) -> None:
     shares = args.shared is None and args.warm_start == "shared" and not args.fresh_policy_per_order
     if not shares and args.shared_timesteps != SearchArgs.shared_timesteps:
         raise UsageError("--shared-timesteps is for the shared policy that this search would not train.")
+
+
+def validate_trainings(args: SearchArgs, base: Args) -> None:
+    """Raise UsageError for a search whose trainings could not work."""
+    steps = args.train_episodes_per_env * base.max_steps
+    if args.n_envs * args.update_every_steps < 2:
+        raise UsageError(
+            "--n-envs 1 and --update-every-steps 1 make batches of a single step, whose advantage has no std."
+        )
+    if args.update_every_steps > steps:
+        raise UsageError(
+            f"--update-every-steps {args.update_every_steps} is more than the steps of --train-episodes-per-env "
+            f"{args.train_episodes_per_env}, {steps}."
+        )
+    if args.shared is None and args.shared_timesteps < base.batch_size:
+        raise UsageError(f"--shared-timesteps {args.shared_timesteps} is less than one batch, {base.batch_size}.")
+    validate(order_args(args, base, 0))
 
 
 # ==========================================================================================================
