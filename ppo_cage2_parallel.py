@@ -1667,33 +1667,40 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
                 save_gif(list(record["frames"]), gif, play_args.gif_fps)
                 print(gif)
         vec_env.close()
-    returns = {red: part.sum(0).round(1).tolist() for red, part in rewards.items()}
-    everything = [value for values in returns.values() for value in values]
-    cells = prefix_returns(rewards)
-    for red, values in returns.items():
-        for i, value in enumerate(values[:20]):
-            print(f"{red} episode {i + 1}: return {value:.1f}, {args.max_steps} steps")
-    print(f"\nBlue, actions an episode\n{action_table(blue_actions.sum(0) / len(everything))}")
-    if red_actions:
-        print("\nRed, actions in all episodes (the 20 most frequent)")
-        print("\n".join(f"{count:>8} {action}" for action, count in red_actions.most_common(20)))
+    summary = report(rewards, blue_actions, red_actions, fixes)
     if play_args.save_heatmap:
-        plot_actions(blue_actions / len(everything), logdir / "actions.png")
+        plot_actions(blue_actions / len(summary["returns"]), logdir / "actions.png")
         print(logdir / "actions.png")
-    print("\n" + "\n".join(f"{name:<12} {mean:>8.2f} +- {error:.2f}" for name, (mean, error) in cells.items()))
-    error = stratified_error(np.stack([part.sum(0) for part in rewards.values()]))
-    known = {name: [None if math.isnan(x) else x for x in cell] for name, cell in cells.items()}  # JSON has no nan
-    verdicts = fix_metrics(np.array(fixes)) if fixes else {}
-    summary = {"mean_return": float(np.mean(everything)), "standard_error": None if math.isnan(error) else error,
-               "returns": everything, "cells": known,
-               "score": sum(mean for mean, _ in cells.values()),
-               **{name: None if math.isnan(x) else x for name, x in verdicts.items()}}  # fmt: skip
     print(json.dumps(summary))
     return summary
 
 
+def report(
+    rewards: dict[str, np.ndarray], blue_actions: np.ndarray, red_actions: Counter[str], fixes: list[np.ndarray]
+) -> dict[str, Any]:
+    """Print what was played: returns, from the rewards (num_steps, episodes) by red agent, what Blue did (num_steps,
+    145) and Red, and the cells. Returns the summary, with None for nan, which JSON does not have."""
+    returns = {red: part.sum(0).round(1).tolist() for red, part in rewards.items()}
+    everything = [value for values in returns.values() for value in values]
+    for red, values in returns.items():
+        for i, value in enumerate(values[:20]):
+            print(f"{red} episode {i + 1}: return {value:.1f}, {len(blue_actions)} steps")
+    print(f"\nBlue, actions per episode\n{action_table(blue_actions.sum(0) / len(everything))}")
+    if red_actions:
+        print("\nRed, actions in all episodes (the 20 most frequent)")
+        print("\n".join(f"{count:>8} {action}" for action, count in red_actions.most_common(20)))
+    cells = prefix_returns(rewards)
+    print("\n" + "\n".join(f"{name:<12} {mean:>8.2f} +- {error:.2f}" for name, (mean, error) in cells.items()))
+    error = stratified_error(np.stack([part.sum(0) for part in rewards.values()]))
+    verdicts = fix_metrics(np.array(fixes)) if fixes else {}
+    return {"mean_return": float(np.mean(everything)), "standard_error": None if math.isnan(error) else error,
+            "returns": everything, "score": sum(mean for mean, _ in cells.values()),
+            "cells": {name: [None if math.isnan(x) else x for x in cell] for name, cell in cells.items()},
+            **{name: None if math.isnan(x) else x for name, x in verdicts.items()}}  # fmt: skip
+
+
 def action_table(counts: np.ndarray) -> str:
-    """A line a host: how often, (145,), Blue took which action there."""
+    """One line per host: how often, (145,), Blue took which action there."""
     lines = []
     for host, name in enumerate([*HOSTS, "(none)"]):
         mine = [

@@ -456,7 +456,7 @@ def test_play_ends_with_the_summary_as_json(run_main: Callable[..., tuple[int, s
     assert len(summary["returns"]) == 3
     assert summary["mean_return"] == pytest.approx(np.mean(summary["returns"]))
     assert summary["standard_error"] == pytest.approx(np.std(summary["returns"], ddof=1) / math.sqrt(3))
-    assert "Blue, actions an episode" in output
+    assert "Blue, actions per episode" in output
     assert "meander: DiscoverRemoteSystems User" in output
     assert json.loads(run_main(*flags)[1].splitlines()[-1]) == summary
     subproc = json.loads(run_main(*flags, "--backend", "subproc")[1].splitlines()[-1])
