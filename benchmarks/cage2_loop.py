@@ -88,7 +88,7 @@ def measure_ours(variant: str, num_envs: int, minibatch: int, updates: int) -> d
 
 
 def measure_sb3(variant: str, num_envs: int, minibatch: int, updates: int) -> dict[str, float]:
-    """SB3's PPO on `Cage2Env`, in this process or one process an environment; the first update does not count."""
+    """SB3's PPO on `Cage2Env`, in this process or one process per environment; the first update does not count."""
     import torch
     from stable_baselines3 import PPO
     from stable_baselines3.common.env_util import make_vec_env

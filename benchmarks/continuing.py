@@ -116,7 +116,7 @@ def main() -> None:
     bounds = {rule: backlog_of(rule) for rule in ("longer", "random")}
     page = (
         "# TwoQueue-v0: a task without an end\n\n`python -m benchmarks.continuing`: the preset `queue`, "
-        f"{next(iter(finished.values()))[0]['steps']:,} steps, one thing changed at a time; a number a seed. LTA: "
+        f"{next(iter(finished.values()))[0]['steps']:,} steps, one thing changed at a time; one number per seed. LTA: "
         "long-term average of the raw reward, minus the mean backlog, of the last evaluation (the policy's mode) and "
         "of the last tenth of the training (sampled actions, soon after a reset). Whoever serves the longer queue has "
         f"{-bounds['longer']:.2f} in the episodes of the evaluation, actions at random {-bounds['random']:.2f}. Value "

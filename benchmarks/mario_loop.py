@@ -6,7 +6,7 @@
 Emulating, inferring and learning are timed together, in environment steps (of four frames) per second. All loops have
 the same network (Nature CNN on four grey 64 x 64 pictures, 607 thousand weights), 7 actions, minibatches of 256 and
 4 epochs, and start from scratch, so that episodes are alike. SB3 plays gym-super-mario-bros through JoypadSpace, a
-frame skip of 4, grey, resize and VecFrameStack, one process an environment (SubprocVecEnv, forked). Version 7.4.0 of
+frame skip of 4, grey, resize and VecFrameStack, one process per environment (SubprocVecEnv, forked). Version 7.4.0 of
 that package fails on NumPy 2, so two of its properties are replaced below; where another one is installed, as on
 Python 3.13, SB3 is left out. Each measurement is the second of two updates of a fresh run; the candidates take turns,
 round after round, and a ratio is the median over rounds of two figures of one round. torch uses one thread.

@@ -2,7 +2,7 @@
 
     python -m benchmarks.mujoco_env [--env-ids HalfCheetah-v5 Ant-v5] [--num-envs 16] [--rounds 9] [--quick]
 
-The limit is what the cores give to physics alone: one process a thread, each with its share of the
+The limit is what the cores give to physics alone: one process per core, each with its share of the
 simulations, in a bare loop that writes the controls and calls `mj_step`, without observations or rewards;
 each simulation starts afresh as often as episodes end in the task. Actions are random float32 in the action
 space. The candidates run in turn, round after round; ratios are medians over rounds of two figures of one
@@ -149,7 +149,7 @@ def envpool_step(env_id: str, num_envs: int, num_threads: int) -> Callable[[np.n
 
 
 def compare(env_id: str, num_envs: int, num_threads: int, rounds: int, seconds: float) -> dict[str, list[float]]:
-    """Steps per second of every candidate, one figure a round."""
+    """Steps per second of every candidate, one figure per round."""
     batch = MujocoBatchVecEnv(env_id, num_envs, num_threads)
     sync = SyncVectorEnv([partial(quiet_make, env_id)] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
     pool = envpool_step(env_id, num_envs, num_threads)

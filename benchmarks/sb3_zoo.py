@@ -60,7 +60,7 @@ EVAL_SEED = 10_000  # as `evaluate` of ppo_continuous_mujoco.py has it
 
 
 def train(task: str, steps: int, seed: int, folder: Path) -> None:
-    """Train once; writes eval.csv into `folder`, a row an evaluation."""
+    """Train once; writes eval.csv into `folder`, one row per evaluation."""
     import gymnasium as gym
     import torch
     from stable_baselines3 import PPO

@@ -4,7 +4,7 @@
 
 Seven cells in a row, twenty steps, two actions. An episode starts in the middle; an action moves one cell to the left
 or to the right and, with probability 0.1, to the other side. Arriving in cell i pays i / 6. The policy is a table of
-logits, one row a cell. The task is so small that the expected return can be computed by going backwards through time
+logits, one row per cell. The task is so small that the expected return can be computed by going backwards through time
 and differentiated by torch, so every estimate of the gradient can be held against the truth.
 """
 

@@ -927,6 +927,26 @@ def test_it_learns_to_leave_no_queue_waiting_without_discounting(run_tiny: Run) 
     assert result["average_reward"] == pytest.approx(columns(result["logdir"])["rollout/mean_reward"][-1], abs=1.0)
 
 
+def test_play_plays_the_policy_and_the_statistics_of_the_checkpoint(
+    continuous: ModuleType, run_tiny: Run, run_main: Main
+) -> None:
+    logdir = str(run_tiny(env_id="Hopper-v5", vec_env="batch", reset_steps=40, learning_rate=0.01)["logdir"])
+    checkpoint = continuous.load_checkpoint(Path(logdir) / "latest.pt")
+    args = dataclasses.replace(continuous.known_args(checkpoint["args"]), eval_episodes=1)
+    agent = continuous.Agent(continuous.make_envs(args, training=False), args)
+    agent.load_state_dict(checkpoint["agent"])
+    statistics = continuous.to_arrays(checkpoint["observation_statistics"])
+    expected = [continuous.evaluate(agent, args, statistics, seed=seed)["mean_return"] for seed in (5, 6)]
+    returns = []
+    for flags in ([], ["--stochastic"]):
+        play = ["play", "--logdir", logdir, "--checkpoint", "latest", "--episodes", "2", "--seed", "5", *flags]
+        code, out, err = run_main(*play)
+        assert code == 0, err
+        returns.append(json.loads(out.splitlines()[-1])["returns"])
+    assert returns[0] == expected
+    assert returns[1] != expected
+
+
 @pytest.mark.slow
 def test_half_cheetah_learns_to_run(continuous: ModuleType, tmp_path: Path) -> None:
     """200 000 steps of the preset `fast`, compiled, as a user would start it: a return of more than 800."""
