@@ -1509,8 +1509,7 @@ def keep_best(logdir: Path, checkpoint: dict[str, Any]) -> None:
     with contextlib.suppress(UsageError):  # there may be no best.pt yet
         counters = load_checkpoint(logdir / "best.pt")["counters"]
         if counters["best_step"] > checkpoint["counters"]["global_step"]:
-            best = {name: value for name, value in counters.items() if name in BEST}
-            checkpoint["counters"] |= best
+            checkpoint["counters"] |= {name: counters[name] for name in BEST}
 
 
 def check_continuation(args: Args, logdir: Path, checkpoint: dict[str, Any] | None) -> None:

@@ -1275,6 +1275,11 @@ def next_order(args: SearchArgs, history: list[dict[str, Any]]) -> int:
     return int(bound.argmax())
 
 
+def trains_shared_policy(args: SearchArgs) -> bool:
+    """Whether a search begins with the training of a policy from which those of all orders start."""
+    return args.shared is None and args.warm_start == "shared" and not args.fresh_policy_per_order
+
+
 def shared_args(args: SearchArgs, base: Args) -> Args:
     """The arguments of the training that a search begins with."""
     return replace(base, seed=args.seed, total_timesteps=args.shared_timesteps)
@@ -1433,7 +1438,7 @@ def explore(args: SearchArgs, base: Args, logdir: Path, known: dict[str, Any], i
 
     save()
     shared = None if args.shared is None else Path(args.shared)
-    if shared is None and args.warm_start == "shared" and not args.fresh_policy_per_order:
+    if trains_shared_policy(args):
         shared = logdir / "shared" / "latest.pt"
         run = replace(shared_args(args, base), logdir=str(shared.parent), resume=shared.exists())
         train_and_keep(run, interrupt)
@@ -1490,7 +1495,8 @@ def plot_search(args: SearchArgs, history: list[dict[str, Any]], baseline: Any, 
     mean, std = posterior_returns(args, history)
     tried = [parse_workflow(record["workflow"]) for record in history]
     returns = np.array([record["mean_return"] for record in history])
-    counted = [record["mean_return"] if record in accepted(args, history) else -np.inf for record in history]
+    kept = accepted(args, history)
+    counted = [record["mean_return"] if record in kept else -np.inf for record in history]
     figure = matplotlib.figure.Figure(figsize=(13, 8), layout="constrained")
     belief, progress, compliance, places = figure.subplots(2, 2).flat
 
@@ -1544,8 +1550,7 @@ def validate_search(args: SearchArgs) -> None:
     require(args, "at least 0 and below 1e38", lambda x: x == "srinivas" or 0 <= x < 1e38, "gp_beta", "min_episodes",
             "seed")  # fmt: skip
     require(args, "in [0, 1]", lambda x: 0 <= x <= 1, "compliance_threshold")
-    shares = args.shared is None and args.warm_start == "shared" and not args.fresh_policy_per_order
-    if not shares and args.shared_timesteps != SearchArgs.shared_timesteps:
+    if not trains_shared_policy(args) and args.shared_timesteps != SearchArgs.shared_timesteps:
         raise UsageError("--shared-timesteps is for the shared policy that this search would not train.")
 
 
@@ -1959,8 +1964,7 @@ def keep_best(logdir: Path, checkpoint: dict[str, Any]) -> None:
     with contextlib.suppress(UsageError):  # there may be no best.pt yet
         counters = load_checkpoint(logdir / "best.pt")["counters"]
         if counters["best_step"] > checkpoint["counters"]["global_step"]:
-            best = {name: value for name, value in counters.items() if name in BEST}
-            checkpoint["counters"] |= best
+            checkpoint["counters"] |= {name: counters[name] for name in BEST}
 
 
 def check_continuation(args: Args, logdir: Path, checkpoint: dict[str, Any] | None) -> None:

@@ -91,7 +91,7 @@ def measure_table(shared: Path, second: Path | None, folder: Path, quick: bool) 
     interrupt = script.Interrupt()
     for order in range(len(table["orders"]), len(ORDERS)):
         if interrupt.signum:
-            sys.exit(128 + (interrupt.signum or 0))
+            sys.exit(128 + interrupt.signum)
         started, cpu = time.perf_counter(), time.process_time()
         if quick:
             record: dict[str, Any] = evaluate_order(agent, base, order, 10)
