@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup train test slow lint format fceumm atari peers bench clean
+.PHONY: setup train test slow lint format nes_py fceumm atari peers bench clean
 
 BENCHMARKS := vec_env scaling cage2 cage2_loop cage2_learning cage2_workflows mujoco_env mujoco_loop mujoco_learning continuing mario_env mario_loop mario_learning seeds distributed
 
@@ -34,6 +34,20 @@ format: $(VENV)/.ready
 
 clean:
 	rm -rf $(VENV) .pytest_cache .ruff_cache .mypy_cache .hypothesis
+
+# Compiled twice from its own source: first to count which branches a game takes, then to fit them. The frames stay the same, bit for bit.
+NES_PY := $(abspath $(VENV))/nes_py
+nes_py: $(VENV)/.ready  ## nes-py 8 (Python 3.11, 3.12; GCC) optimised for Mario, nearly twice as fast as the one that pip builds
+	rm -rf $(NES_PY) && mkdir $(NES_PY)
+	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --no-binary :all: --dest $(NES_PY) nes-py==8.2.1
+	tar -xzf $(NES_PY)/*.tar.gz --strip-components=1 -C $(NES_PY)
+	for profile in generate use; do \
+		export CXXFLAGS="-O3 -fwrapv -DNDEBUG -flto=auto -fno-semantic-interposition -frecord-gcc-switches -fprofile-$$profile"; \
+		CFLAGS="$$CXXFLAGS" LDFLAGS="$$CXXFLAGS" $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall $(NES_PY) && \
+		$(BIN)/python -c "from envs.nes_core import make_core; core = make_core('nes_py'); core.power_on(); [core.step(8 * (i % 20 < 5) if i < 120 else 129 - (i % 40 < 9)) for i in range(2000)]" && \
+		find $(NES_PY)/build -name '*.o' -delete && rm -rf $(NES_PY)/build/lib* || exit 1; \
+	done
+	rm -rf $(NES_PY)
 
 fceumm: $(VENV)/.ready  ## the faster Mario emulator; --no-deps because its pyglet differs from nes-py's, and neither is used
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps stable-retro==1.0.1

@@ -18,6 +18,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from envs.nes_core import library_path
+
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
 CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -33,7 +35,8 @@ def machine_info(packages: Sequence[str] = ()) -> dict[str, Any]:
 
     def version(name: str) -> str | None:
         try:
-            return metadata.version(name)
+            own_build = name == "nes-py" and compiled_by_make_nes_py()
+            return metadata.version(name) + (" as `make nes_py` compiles it" if own_build else "")
         except metadata.PackageNotFoundError:
             return None
 
@@ -53,6 +56,12 @@ def machine_info(packages: Sequence[str] = ()) -> dict[str, Any]:
         "commit": git("rev-parse", "--short", "HEAD") or None,
         "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
     }
+
+
+def compiled_by_make_nes_py() -> bool:
+    """Whether the installed nes-py was built by the Makefile: GCC leaves one of its unusual switches in the library."""
+    library = library_path("nes_py")
+    return library is not None and b"-fno-semantic-interposition" in library.read_bytes()
 
 
 def cpu_model() -> str:

@@ -9,6 +9,7 @@
 | backend  | emulator                                    | needs                                | frames/s   |
 |----------|--------------------------------------------|-------------------------------------|------------|
 | `nes_py` | nes-py 8 through ctypes (Python 3.11, 3.12) | `pip install nes-py` (and g++)       | about 800  |
+| `nes_py` | the same, optimised by the Makefile         | `make nes_py`                        | about 1400 |
 | `nes_py` | nes-py 9, a Cython class (Python >= 3.13)   | `pip install nes-py`                 | about 1000 |
 | `fceumm` | FCEUmm, the core inside stable-retro        | `pip install --no-deps stable-retro` | about 4000 |
 

@@ -23,7 +23,7 @@ from envs.mario import (
     RewardTerms,
     available_backends,
 )
-from envs.nes_core import GRAY, RIGHT, A, B, NesCore, make_core
+from envs.nes_core import GRAY, RIGHT, START, A, B, NesCore, make_core
 
 NOOP, WALK, RUN, RUN_JUMP, JUMP, LEFT = 0, 1, 3, 4, 5, 6  # of the "simple" action set
 
@@ -748,6 +748,21 @@ def test_a_core_repeats_ram_and_picture_after_load(backend: str) -> None:
     assert trace() == first
     assert len(set(first)) == len(buttons)
     core.close()
+
+
+def test_every_build_of_nes_py_computes_the_same_memory_and_pictures() -> None:
+    """The digest is of nes-py 8.2.1 as pip compiles it; no other compilation may differ, `make nes_py` included."""
+    if nes_core.library_path("nes_py") is None:
+        pytest.skip(f"nes-py 8 is not installed: {nes_core.INSTALL['nes_py']}")
+    core = make_core("nes_py")
+    core.power_on()
+    digest = hashlib.sha256()
+    for frame in range(1000):
+        in_the_menu = START if frame % 20 < 5 else 0
+        core.step(in_the_menu if frame < 120 else RIGHT | (A if frame % 40 > 8 else 0))
+        digest.update(core.ram.tobytes() + core.rgb().tobytes())
+    core.close()
+    assert digest.hexdigest() == "9c338ea443ce30dff2cb5ee3b0e0f003b76a3213d06bed5674cf0a398faf954a"
 
 
 def test_a_picture_that_another_environment_overwrote_is_not_passed_off_as_ours(fceumm: str) -> None:
