@@ -401,6 +401,56 @@ def test_a_compiled_run_is_close_to_an_eager_one_before_and_after_the_minibatche
         torch.testing.assert_close(runs[0]["agent"][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
 
 
+FLAGS_OF_GAMES: dict[str, tuple[Any, Any]] = {  # flag -> (not its default, what the game then knows)
+    "env_id": ("Mario-1-2,4-1", lambda env: env.stages == ("1-2", "4-1")),
+    "obs": ("gray84", lambda env: env.observation_space.shape == (4, 84, 84)),
+    "frame_stack": (2, lambda env: env.observation_space.shape == (2, 64, 64)),
+    "action_set": ("complex", lambda env: env.action_space.n == 12),
+    "skip": (3, lambda env: env.skip == 3),
+    "max_pool": (True, lambda env: env.max_pool),
+    "mask_score": (True, lambda env: env.mask_score),
+    "show_buttons": (False, lambda env: not env.show_buttons),
+    "reward": ("document", lambda env: env.reward_terms.flag == 1000),
+    "stuck_steps": (7, lambda env: env.stuck_steps == 7),
+    "max_episode_steps": (9, lambda env: env.max_episode_steps == 9),
+    "noop_max": (5, lambda env: env.noop_max == 5),
+    "sticky_action_probability": (0.5, lambda env: env.sticky_action_probability == 0.5),
+}
+
+
+@pytest.mark.parametrize("name", FLAGS_OF_GAMES)
+def test_a_flag_of_the_games_reaches_them(name: str) -> None:
+    value, knows = FLAGS_OF_GAMES[name]
+    usual = mario.make_env(mario.Args(backend="nes_py"))
+    env = mario.make_env(mario.Args(**{"backend": "nes_py", name: value}))
+    assert knows(env) and not knows(usual)
+    env.close()
+    usual.close()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_rollouts_success_rate_is_the_share_of_its_episodes_that_reach_the_flag(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One game plays a recorded run to the flag; the other stands still, which ends its episodes without one."""
+    require(backend)
+    recorded = decode(GOAL_RUNS[backend, "1-1"])
+    moves = iter([torch.tensor([move, NOOP]) for move in recorded])
+    decide = mario.Agent.get_action_and_value
+
+    def play_the_recorded_run(agent: mario.Agent, obs: torch.Tensor, action: Any = None, noise: Any = None) -> Any:
+        return decide(agent, obs, next(moves) if action is None else action)
+
+    monkeypatch.setattr(mario.Agent, "get_action_and_value", play_the_recorded_run)
+    mario.train(tiny(tmp_path / "run", backend=backend, num_steps=len(recorded), total_timesteps=2 * len(recorded),
+                     noop_max=0, sticky_action_probability=0.0, max_episode_steps=0, stuck_steps=60, eval_every=0,
+                     eval_episodes=1, num_minibatches=2, minibatch_growth=1, update_epochs=1,
+                     capture_video=False, amp=False))  # fmt: skip
+    progress = mario.read_csv(tmp_path / "run" / "progress.csv")
+    assert progress["rollout/resets"].item() > 1
+    assert progress["rollout/success_rate"].item() == pytest.approx(1 / progress["rollout/resets"].item())
+
+
 def test_a_rollout_stores_pictures_as_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """32 x 128 pictures of (3, 64, 64) are 48 MiB as bytes and would be 192 as floats."""
     assert 32 * 128 * 3 * 64 * 64 == 48 * 2**20
