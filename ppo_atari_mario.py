@@ -106,12 +106,12 @@ class Args:
     """log to Weights & Biases too (pip install wandb)"""
     capture_video: bool = True
     """put evaluation episodes side by side, as a GIF, into TensorBoard's Images tab and videos/"""
-    hints: bool = True
-    """say at each evaluation what looks wrong, if anything does"""
     video_episodes: int = 3
     """how many of them; at least five after the last update"""
     video_fps: float = 16
     """frames per second of these GIFs; the game makes 60 / --skip decisions a second"""
+    hints: bool = True
+    """say at each evaluation what looks wrong, if anything does"""
     explain: bool = False
     """print the derived sizes and an estimate of the time, and stop"""
 
@@ -121,7 +121,7 @@ class Args:
     num_workers: int | None = None
     """processes that step the environments; default: the CPU cores"""
     backend: Literal["auto", "nes_py", "fceumm"] = "auto"
-    """emulator: nes_py, or fceumm, about 4.5 times as fast; auto: nes_py. A policy does not transfer between them"""
+    """emulator: nes_py, or fceumm, several times as fast; auto: nes_py. A policy does not transfer between them"""
     obs: Literal["gray64", "rgb64", "gray84"] = "gray64"
     """colour and side of the pictures"""
     frame_stack: int | None = None
@@ -143,7 +143,7 @@ class Args:
     max_episode_steps: int = 0
     """time limit of an episode in steps (a truncation); 0: the game's own clock alone, half an hour in Atari games"""
     noop_max: int = 30
-    """an episode begins with 0 to this many frames of waiting, drawn at random, in training and evaluation"""
+    """an episode begins with 0 (Atari: 1) to this many frames of waiting, drawn at random, also in evaluation"""
     sticky_action_probability: float = 0.25
     """probability, in each frame, that the console misses a change of the buttons, in training and evaluation"""
     sign_reward: bool = True
@@ -547,7 +547,7 @@ def evaluate(
         lengths += running
         ended = (terminated | truncated) & running
         if ended.any() and not is_atari(args):
-            successes |= ended & infos["final_info"]["flag_get"].astype(bool)
+            successes |= terminated & ended & infos["final_info"]["flag_get"].astype(bool)
         running &= ~ended
         if render_mode == "rgb_array":
             now = vec_env.render()
@@ -770,11 +770,13 @@ class Logger:
         """Redraw the live line on a terminal; elsewhere print one every ten seconds."""
         if self.silent:
             return
-        if sys.stdout.isatty():
-            print(f"\r\033[K{text}", end="\n" if final else "", flush=True)
-        elif final or time.monotonic() > self.last_line + 10:
-            print(text, flush=True)
-            self.last_line = time.monotonic()
+        with contextlib.suppress(OSError):  # the terminal or the pipe is gone, or the disk full: the run goes on
+            if sys.stdout.isatty():
+                shown = text if final else text[: shutil.get_terminal_size().columns - 1]  # one row can be redrawn
+                print(f"\r\033[K{shown}", end="\n" if final else "", flush=True)
+            elif final or time.monotonic() > self.last_line + 10:
+                print(text, flush=True)
+                self.last_line = time.monotonic()
 
 
 def read_csv(path: Path) -> dict[str, np.ndarray]:
@@ -812,7 +814,7 @@ def plot_curves(logdir: Path) -> None:
 
 
 def save_gif(frames: list[np.ndarray], path: Path, fps: float) -> None:
-    """Write rgb frames as an endless GIF. Its clock ticks in 1/100 s, so the rate becomes 100 / round(100 / fps)."""
+    """Write rgb frames as an endless GIF. Its clock ticks in 1/100 s: the rate is 100 / round(100 / fps), or 50."""
     path.parent.mkdir(parents=True, exist_ok=True)
     first, *rest = [PIL.Image.fromarray(frame).quantize(128) for frame in frames]
     first.save(path, save_all=True, append_images=rest, duration=10 * max(2, round(100 / fps)), loop=0)
@@ -867,6 +869,7 @@ def compiler(args: Args, device: torch.device) -> Any:
     if not (args.compile and found):
         return lambda function: function
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
+    torch._dynamo.config.recompile_limit = 256  # a sweep in one process compiles for each of its constants
     options: dict[str, Any] = {"cpp_wrapper": device.type == "cpu"}
     return partial(torch.compile, fullgraph=True, dynamic=False, options=options)
 
@@ -881,10 +884,9 @@ def train(args: Args) -> dict[str, Any]:
     if not is_atari(args):
         backend: Any = resolve_backend(args.backend)
         args = replace(args, backend=backend)  # a policy belongs to the emulator that it was trained on
-        if "fceumm" not in available_backends():
-            print(f"FCEUmm would emulate about 4.5 times as fast: {INSTALL['fceumm']}; then add --backend fceumm.")
-
     ranks = Ranks(args)
+    if ranks.rank == 0 and not (args.resume or is_atari(args)) and "fceumm" not in available_backends():
+        print(f"FCEUmm would emulate several times as fast: {INSTALL['fceumm']}; then add --backend fceumm.")
     logdir, checkpoint, lock = ranks.run_once(open_run, args)
     with contextlib.ExitStack() as stack:
         if ranks.rank == 0:
@@ -1031,7 +1033,7 @@ def learn(
             truncations[t] = torch.as_tensor(truncated)
             next_obs = torch.as_tensor(env_obs, device=device)
             for n in np.flatnonzero(terminated | truncated):
-                success = math.nan if is_atari(args) else float(infos["final_info"]["flag_get"][n])
+                success = math.nan if is_atari(args) else float(terminated[n] and infos["final_info"]["flag_get"][n])
                 ended.append((float(episode_returns[n]), int(episode_lengths[n]), success))
                 episode_returns[n] = episode_lengths[n] = 0
                 if not terminated[n]:
@@ -1161,10 +1163,12 @@ def learn(
             if saved and args.keep_checkpoints and ranks.rank == 0:
                 kept = logdir / f"step_{counters.global_step}.pt"
                 with outlive_disk_errors(kept):
-                    shutil.copyfile(logdir / "latest.pt", kept)
+                    shutil.copyfile(logdir / "latest.pt", kept.with_suffix(".tmp"))
+                    os.replace(kept.with_suffix(".tmp"), kept)
 
-    if logger.writer is not None:
-        logger.writer.close()
+    with outlive_disk_errors(logdir):  # of TensorBoard's thread, which writes late
+        if logger.writer is not None:
+            logger.writer.close()
     if ranks.rank > 0:
         return {"logdir": str(logdir), "signal": signum, **asdict(counters)}
     with outlive_disk_errors(logdir / "curves.png"):
@@ -1202,7 +1206,7 @@ class PlayArgs:
     stochastic: bool = False
     """sample the actions instead of taking the policy's mode"""
     seed: int = 0
-    """seed of the first episode; episode i gets seed + i"""
+    """seed of the first episode; the next ones get seed + 1, seed + 2, ..."""
     env_id: str | None = None
     """stage to play, as Mario-2-1; default: the run's own"""
     max_episode_steps: int | None = None
@@ -1398,11 +1402,13 @@ def check_finite(postmortem: Path, first_env: int, actions: torch.Tensor, **roll
         if bad.any():
             t, n = bad.nonzero()[0].tolist()
             arrays: dict[str, Any] = {key: value.cpu() for key, value in rollout.items()}
-            np.savez(postmortem, actions=actions.cpu(), **arrays)
-            last_action = actions[max(t - 1, 0) if name == "obs" else t, n].tolist()
+            with outlive_disk_errors(postmortem):
+                np.savez(postmortem, actions=actions.cpu(), **arrays)
+            cause = t - 1 if name == "obs" else t  # the step whose action led to it, if it was of this rollout
+            after = f", after action {actions[cause, n].tolist()}" if cause >= 0 else ""
             raise FloatingPointError(
-                f"{name} of environment {first_env + n} is not finite at step {t} of the rollout, after action "
-                f"{last_action}; the weights were not touched, the rollout is in {postmortem}."
+                f"{name} of environment {first_env + n} is not finite at step {t} of the rollout{after}; the weights "
+                f"were not touched, the rollout is in {postmortem}."
             )
 
 
@@ -1411,7 +1417,10 @@ def check_gradients(postmortem: Path, steps: list[torch.Tensor], minibatches: li
     minibatch, of those in tensors (n, ...), goes to `postmortem`."""
     bad = [i for i, norm in enumerate(torch.stack(steps)[:, -1].tolist() if steps else []) if not math.isfinite(norm)]
     if bad:
-        np.savez(postmortem, *[x[bad[0]].cpu() for x in minibatches])
+        names = ("obs", "actions", "old_log_probs", "old_values", "advantages", "returns")
+        arrays: dict[str, Any] = {name: x[bad[0]].cpu() for name, x in zip(names, minibatches, strict=True)}
+        with outlive_disk_errors(postmortem):
+            np.savez(postmortem, **arrays)
         raise FloatingPointError(
             f"A gradient is not finite; it changed no weight, its minibatch is in {postmortem}, and latest.pt is from "
             "before. A smaller --learning-rate may help."

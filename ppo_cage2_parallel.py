@@ -143,7 +143,8 @@ class Args:
     """in which order Blue is to repair, told to the policy: an order of the five unit types, such as
     defender,enterprise,op_server,op_host,user, or any: drawn anew for each episode; None: as it likes"""
     alignment: float = 30.0
-    """lambda of the alignment reward lambda (c_t - c_{t-1}), c being the episode's compliance with its workflow"""
+    """lambda of the alignment reward lambda (c_t - c_{t-1}), c being the episode's compliance with its workflow; an
+    episode without a fix to judge ends with -0.2 lambda"""
     compliance_threshold: float | None = None
     """end the run when the mean compliance over environments, each over its last 5 episodes, reaches this, and an
     evaluation with deterministic actions does too; None: never"""
@@ -517,16 +518,18 @@ def stratified_error(returns: np.ndarray) -> float:
     return float(np.sqrt((returns.var(axis=1, ddof=1) / returns.shape[1]).sum()) / len(returns))
 
 
-def prefix_returns(rewards: dict[str, np.ndarray]) -> dict[str, list[float]]:
+def prefix_returns(rewards: dict[str, np.ndarray], finite_horizon: bool = False) -> dict[str, list[float]]:
     """For rewards (num_steps, num_episodes) against each red agent, the mean return and its standard error over the
     first 30, 50 and 100 steps, and all: {"b_line_30": [mean, error], ...}.
 
-    Nothing in the game or in Blue's inputs tells how long an episode will be (without --finite-horizon), so the first
-    30 steps of a longer episode are an episode of 30 steps, and one set of episodes fills every row.
+    Nothing in the game or in Blue's inputs tells how long an episode will be, so the first 30 steps of a longer
+    episode are an episode of 30 steps, and one set of episodes fills every row. With --finite-horizon Blue does see
+    how long, and only the whole episode counts.
     """
     cells = {}
     for red, part in rewards.items():
-        for horizon in sorted({len(part), *(horizon for horizon in HORIZONS if horizon < len(part))}):
+        shorter = [] if finite_horizon else [horizon for horizon in HORIZONS if horizon < len(part)]
+        for horizon in [*shorter, len(part)]:
             sums = part[:horizon].sum(0)
             cells[f"{red}_{horizon}"] = [float(sums.mean()), stratified_error(sums[None])]
     return cells
@@ -546,7 +549,8 @@ def evaluate(agent: Agent, args: Args, deterministic: bool = True, seed: int = 1
     record = play_episodes(agent, vec_env, deterministic, seed, options)
     vec_env.close()
     rewards = record["rewards"]
-    cells = prefix_returns(dict(zip(reds, np.split(rewards, len(reds), axis=1), strict=True)))
+    by_red = dict(zip(reds, np.split(rewards, len(reds), axis=1), strict=True))
+    cells = prefix_returns(by_red, args.finite_horizon)
     returns = rewards.sum(0).reshape(len(reds), -1)
     return {"score": sum(mean for mean, _ in cells.values()), "cells": cells, "mean_return": float(returns.mean()),
             "std_return": float(returns.std()), "standard_error": stratified_error(returns),
@@ -767,11 +771,13 @@ class Logger:
         """Redraw the live line on a terminal; elsewhere print one every ten seconds."""
         if self.silent:
             return
-        if sys.stdout.isatty():
-            print(f"\r\033[K{text}", end="\n" if final else "", flush=True)
-        elif final or time.monotonic() > self.last_line + 10:
-            print(text, flush=True)
-            self.last_line = time.monotonic()
+        with contextlib.suppress(OSError):  # the terminal or the pipe is gone, or the disk full: the run goes on
+            if sys.stdout.isatty():
+                shown = text if final else text[: shutil.get_terminal_size().columns - 1]  # one row can be redrawn
+                print(f"\r\033[K{shown}", end="\n" if final else "", flush=True)
+            elif final or time.monotonic() > self.last_line + 10:
+                print(text, flush=True)
+                self.last_line = time.monotonic()
 
 
 def read_csv(path: Path) -> dict[str, np.ndarray]:
@@ -804,7 +810,7 @@ def plot_curves(logdir: Path) -> None:
 
 
 def save_gif(frames: list[np.ndarray], path: Path, fps: float) -> None:
-    """Write rgb frames as an endless GIF. Its clock ticks in 1/100 s, so the rate becomes 100 / round(100 / fps)."""
+    """Write rgb frames as an endless GIF. Its clock ticks in 1/100 s: the rate is 100 / round(100 / fps), or 50."""
     path.parent.mkdir(parents=True, exist_ok=True)
     first, *rest = [PIL.Image.fromarray(frame).quantize(128) for frame in frames]
     first.save(path, save_all=True, append_images=rest, duration=10 * max(2, round(100 / fps)), loop=0)
@@ -847,6 +853,7 @@ def compiler(args: Args, device: torch.device) -> Any:
     if not (args.compile and found):
         return lambda function: function
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
+    torch._dynamo.config.recompile_limit = 256  # a sweep in one process compiles for each of its constants
     options: dict[str, Any] = {"cpp_wrapper": device.type == "cpu"}
     return partial(torch.compile, fullgraph=True, dynamic=False, options=options)
 
@@ -1135,13 +1142,14 @@ def learn(
         if last or signum or crossed(counters.global_step, args.batch_size, args.save_every):
             save("latest.pt")
 
-    if logger.writer is not None:
-        logger.writer.close()
+    with outlive_disk_errors(logdir):  # of TensorBoard's thread, which writes late
+        if logger.writer is not None:
+            logger.writer.close()
     if ranks.rank > 0:
         return {"logdir": str(logdir), "signal": signum, **asdict(counters)}
     with outlive_disk_errors(logdir / "curves.png"):
         plot_curves(logdir)
-    if signum and counters.update < args.num_updates:
+    if signum and counters.update < args.num_updates and not counters.compliant:
         outcome = "stopped; continue with --resume --logdir"
     else:
         with outlive_disk_errors(logdir.parent / "best"):
@@ -1192,7 +1200,7 @@ class SearchArgs:
     learning_rate: float = 2e-4
     """Adam's step size in them, which decays linearly; a fresh policy learns better with 0.002"""
     compliance_threshold: float = 0.95
-    """an order's training ends when its policy complies with it so far; see --compliance-threshold of training"""
+    """an order's training ends once its policy complies to this share; see --compliance-threshold of training"""
     min_episodes: int = 10
     """episodes of each environment before such an end"""
     eval_episodes: int = 1000
@@ -1460,7 +1468,7 @@ def explore(args: SearchArgs, base: Args, logdir: Path, known: dict[str, Any], i
         print(f"stopped; continue with search --resume --logdir {logdir}")
         return interrupt.signum
     with open(logdir / "search.csv", "w", newline="") as stream:
-        writer = csv.DictWriter(stream, history[0], lineterminator="\n")
+        writer = csv.DictWriter(stream, history[-1], extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(record | {"checkpoint": str(checkpoint_of(record, logdir))} for record in history)
     plot_search(args, history, baseline, logdir / "search.png")
@@ -1520,7 +1528,7 @@ def plot_search(args: SearchArgs, history: list[dict[str, Any]], baseline: Any, 
     compliance.barh(range(len(history)), [record["compliance"] for record in history], label="compliance")
     compliance.plot([record["strict_compliance"] for record in history], range(len(history)), "k|", label="strict")
     compliance.axvline(args.compliance_threshold, color="r", lw=1)
-    compliance.set(title="compliance by order", yticks=range(len(history)), xlim=(0.5, 1))
+    compliance.set(title="compliance by order", yticks=range(len(history)), xlim=(0, 1))
     compliance.set_yticklabels(labels, fontsize=6)
     compliance.invert_yaxis()
     compliance.legend(loc="lower left")
@@ -1585,7 +1593,7 @@ class PlayArgs:
     stochastic: bool = False
     """sample the actions instead of taking the policy's mode"""
     seed: int = 0
-    """seed of the first episode; episode i gets seed + i"""
+    """seed of the first episode; the next ones get seed + 1, seed + 2, ..."""
     red_agent: Literal["mixed", "b_line", "meander", "sleep"] | None = None
     """who attacks; mixed: all three in turn; default: as in training"""
     version: Literal["leaderboard", "head"] | None = None
@@ -1601,7 +1609,7 @@ class PlayArgs:
     save_gif: bool = False
     """write a GIF of each episode"""
     gif_fps: float = 4
-    """frames per second of the GIFs"""
+    """frames per second of the GIFs, at most 50"""
     gif_dir: str | None = None
     """folder of the GIFs; default {logdir}/gifs"""
     save_heatmap: bool = False
@@ -1672,7 +1680,7 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
                 save_gif(list(record["frames"]), gif, play_args.gif_fps)
                 print(gif)
         vec_env.close()
-    summary = report(rewards, blue_actions, red_actions, fixes)
+    summary = report(rewards, blue_actions, red_actions, fixes, prefix_returns(rewards, args.finite_horizon))
     if play_args.save_heatmap:
         plot_actions(blue_actions / len(summary["returns"]), logdir / "actions.png")
         print(logdir / "actions.png")
@@ -1681,7 +1689,11 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
 
 
 def report(
-    rewards: dict[str, np.ndarray], blue_actions: np.ndarray, red_actions: Counter[str], fixes: list[np.ndarray]
+    rewards: dict[str, np.ndarray],
+    blue_actions: np.ndarray,
+    red_actions: Counter[str],
+    fixes: list[np.ndarray],
+    cells: dict[str, list[float]],
 ) -> dict[str, Any]:
     """Print what was played: returns, from the rewards (num_steps, episodes) by red agent, what Blue did (num_steps,
     145) and Red, and the cells. Returns the summary, with None for nan, which JSON does not have."""
@@ -1694,7 +1706,6 @@ def report(
     if red_actions:
         print("\nRed, actions in all episodes (the 20 most frequent)")
         print("\n".join(f"{count:>8} {action}" for action, count in red_actions.most_common(20)))
-    cells = prefix_returns(rewards)
     print("\n" + "\n".join(f"{name:<12} {mean:>8.2f} +- {error:.2f}" for name, (mean, error) in cells.items()))
     error = stratified_error(np.stack([part.sum(0) for part in rewards.values()]))
     verdicts = fix_metrics(np.array(fixes)) if fixes else {}
@@ -1707,10 +1718,8 @@ def report(
 def action_table(counts: np.ndarray) -> str:
     """One line per host: how often, (145,), Blue took which action there."""
     lines = []
-    for host, name in enumerate([*HOSTS, "(none)"]):
-        mine = [
-            (counts[a], verb) for a, (verb, h) in enumerate(VERB_AND_HOST) if h == (host if host < len(HOSTS) else -1)
-        ]
+    for host, name in [*enumerate(HOSTS), (-1, "(none)")]:
+        mine = [(counts[a], verb) for a, (verb, h) in enumerate(VERB_AND_HOST) if h == host]
         shown = [f"{verb} {count:.2f}" for count, verb in sorted(mine, reverse=True) if count > 0]
         if shown:
             lines.append(f"{name:<12} {', '.join(shown)}")
@@ -1856,11 +1865,13 @@ def check_finite(postmortem: Path, first_env: int, actions: torch.Tensor, **roll
         if bad.any():
             t, n = bad.nonzero()[0].tolist()
             arrays: dict[str, Any] = {key: value.cpu() for key, value in rollout.items()}
-            np.savez(postmortem, actions=actions.cpu(), **arrays)
-            last_action = actions[max(t - 1, 0) if name == "obs" else t, n].tolist()
+            with outlive_disk_errors(postmortem):
+                np.savez(postmortem, actions=actions.cpu(), **arrays)
+            cause = t - 1 if name == "obs" else t  # the step whose action led to it, if it was of this rollout
+            after = f", after action {actions[cause, n].tolist()}" if cause >= 0 else ""
             raise FloatingPointError(
-                f"{name} of environment {first_env + n} is not finite at step {t} of the rollout, after action "
-                f"{last_action}; the weights were not touched, the rollout is in {postmortem}."
+                f"{name} of environment {first_env + n} is not finite at step {t} of the rollout{after}; the weights "
+                f"were not touched, the rollout is in {postmortem}."
             )
 
 
@@ -1869,7 +1880,10 @@ def check_gradients(postmortem: Path, steps: list[torch.Tensor], minibatches: li
     minibatch, of those in tensors (n, ...), goes to `postmortem`."""
     bad = [i for i, norm in enumerate(torch.stack(steps)[:, -1].tolist() if steps else []) if not math.isfinite(norm)]
     if bad:
-        np.savez(postmortem, *[x[bad[0]].cpu() for x in minibatches])
+        names = ("obs", "actions", "old_log_probs", "old_values", "advantages", "returns")
+        arrays: dict[str, Any] = {name: x[bad[0]].cpu() for name, x in zip(names, minibatches, strict=True)}
+        with outlive_disk_errors(postmortem):
+            np.savez(postmortem, **arrays)
         raise FloatingPointError(
             f"A gradient is not finite; it changed no weight, its minibatch is in {postmortem}, and latest.pt is from "
             "before. A smaller --learning-rate may help."

@@ -743,11 +743,13 @@ class Logger:
         """Redraw the live line on a terminal; elsewhere print one every ten seconds."""
         if self.silent:
             return
-        if sys.stdout.isatty():
-            print(f"\r\033[K{text}", end="\n" if final else "", flush=True)
-        elif final or time.monotonic() > self.last_line + 10:
-            print(text, flush=True)
-            self.last_line = time.monotonic()
+        with contextlib.suppress(OSError):  # the terminal or the pipe is gone, or the disk full: the run goes on
+            if sys.stdout.isatty():
+                shown = text if final else text[: shutil.get_terminal_size().columns - 1]  # one row can be redrawn
+                print(f"\r\033[K{shown}", end="\n" if final else "", flush=True)
+            elif final or time.monotonic() > self.last_line + 10:
+                print(text, flush=True)
+                self.last_line = time.monotonic()
 
 
 def read_csv(path: Path) -> dict[str, np.ndarray]:
@@ -780,7 +782,7 @@ def plot_curves(logdir: Path) -> None:
 
 
 def save_gif(frames: list[np.ndarray], path: Path, fps: float) -> None:
-    """Write rgb frames as an endless GIF. Its clock ticks in 1/100 s, so the rate becomes 100 / round(100 / fps)."""
+    """Write rgb frames as an endless GIF. Its clock ticks in 1/100 s: the rate is 100 / round(100 / fps), or 50."""
     path.parent.mkdir(parents=True, exist_ok=True)
     first, *rest = [PIL.Image.fromarray(frame).quantize(128) for frame in frames]
     first.save(path, save_all=True, append_images=rest, duration=10 * max(2, round(100 / fps)), loop=0)
@@ -824,6 +826,7 @@ def compiler(args: Args, device: torch.device) -> Any:
     if not (args.compile and found):
         return lambda function: function
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
+    torch._dynamo.config.recompile_limit = 256  # a sweep in one process compiles for each of its constants
     options: dict[str, Any] = {"cpp_wrapper": device.type == "cpu"}
     return partial(torch.compile, fullgraph=True, dynamic=False, options=options)
 
@@ -919,7 +922,7 @@ def learn(
         if set_vector_state(vec_env, to_arrays(own["envs"])):
             env_obs, episode_returns, episode_lengths = to_arrays(own["episodes"])
         else:
-            print(f"warning: {args.env_id} cannot be saved (it has no get_state and set_state), so new episodes begin.")
+            print(f"warning: the checkpoint holds no state of {args.env_id} (saving it said why): new episodes begin.")
             env_obs, _ = vec_env.reset(seed=args.seed + first_env + counters.global_step)
         set_random_states(own["random"])
         print(f"continuing after step {counters.global_step:,}", flush=True)
@@ -989,25 +992,30 @@ def learn(
         collected = time.perf_counter()
 
         # --- bootstrap --------------------------------------------------------------------------------
+        def values_after(obs: torch.Tensor) -> torch.Tensor:
+            """V of observations that the rollout does not hold; nan of an infinite one, which tanh would hide."""
+            return agent.get_value(obs).where(obs.isfinite().all(-1), math.nan)
+
         # One pass over the whole rollout gives what num_steps small ones would have given.
         with torch.no_grad():
             _, log_probs, _, values = agent.get_action_and_value(obs.flatten(0, 1), actions.flatten(0, 1))
             log_probs, values = log_probs.view(num_steps, num_envs), values.view(num_steps, num_envs)
-            next_values = torch.cat([values[1:], agent.get_value(next_obs)[None]])
+            next_values = torch.cat([values[1:], values_after(next_obs)[None]])
             if cuts:
                 times, indices, final_obs = zip(*cuts, strict=True)
-                final_values = agent.get_value(torch.as_tensor(np.stack(final_obs), dtype=torch.float32, device=device))
-                next_values[list(times), list(indices)] = final_values
+                final_obs = torch.as_tensor(np.stack(final_obs), dtype=torch.float32, device=device)
+                next_values[list(times), list(indices)] = values_after(final_obs)
         check_finite(postmortem, first_env, actions, obs=obs, rewards=rewards, next_values=next_values)
 
         # --- advantages -------------------------------------------------------------------------------
-        gamma, targets, ends = args.gamma, rewards, terminations
+        gamma, targets, ends, limits = args.gamma, rewards, terminations, truncations
         if args.average_reward:  # differential values: delta = r - rho + V(s') - V(s)
-            ends = torch.zeros_like(terminations)  # life goes on after a fall: s' is the state of the reset
+            # life goes on after a fall, also after one in the last step of a time limit: s' is the state of the reset
+            ends, limits = torch.zeros_like(terminations), truncations & ~terminations
             weight = args.average_reward_rate if counters.update > 1 else 1.0
             counters.average_reward += weight * (float(ranks.gather(rewards).mean()) - counters.average_reward)
             gamma, targets = 1.0, rewards - counters.average_reward
-        advantages, returns = compute_gae(targets, values, next_values, ends, truncations, gamma, args.gae_lambda)
+        advantages, returns = compute_gae(targets, values, next_values, ends, limits, gamma, args.gae_lambda)
         b_obs, b_actions, b_log_probs, b_values, b_advantages, b_returns = map(
             ranks.gather, (obs, actions, log_probs, values, advantages, returns)
         )
@@ -1115,8 +1123,9 @@ def learn(
         if last or signum or crossed(counters.global_step, args.batch_size, args.save_every):
             save("latest.pt")
 
-    if logger.writer is not None:
-        logger.writer.close()
+    with outlive_disk_errors(logdir):  # of TensorBoard's thread, which writes late
+        if logger.writer is not None:
+            logger.writer.close()
     if ranks.rank > 0:
         return {"logdir": str(logdir), "signal": signum, **asdict(counters)}
     with outlive_disk_errors(logdir / "curves.png"):
@@ -1157,7 +1166,7 @@ class PlayArgs:
     save_gif: bool = False
     """write a GIF of each episode"""
     gif_fps: float = 20
-    """frames per second of the GIFs"""
+    """frames per second of the GIFs, at most 50"""
     gif_dir: str | None = None
     """folder of the GIFs; default {logdir}/gifs"""
 
@@ -1334,11 +1343,13 @@ def check_finite(postmortem: Path, first_env: int, actions: torch.Tensor, **roll
         if bad.any():
             t, n = bad.nonzero()[0].tolist()
             arrays: dict[str, Any] = {key: value.cpu() for key, value in rollout.items()}
-            np.savez(postmortem, actions=actions.cpu(), **arrays)
-            last_action = actions[max(t - 1, 0) if name == "obs" else t, n].tolist()
+            with outlive_disk_errors(postmortem):
+                np.savez(postmortem, actions=actions.cpu(), **arrays)
+            cause = t - 1 if name == "obs" else t  # the step whose action led to it, if it was of this rollout
+            after = f", after action {actions[cause, n].tolist()}" if cause >= 0 else ""
             raise FloatingPointError(
-                f"{name} of environment {first_env + n} is not finite at step {t} of the rollout, after action "
-                f"{last_action}; the weights were not touched, the rollout is in {postmortem}."
+                f"{name} of environment {first_env + n} is not finite at step {t} of the rollout{after}; the weights "
+                f"were not touched, the rollout is in {postmortem}."
             )
 
 
@@ -1347,7 +1358,10 @@ def check_gradients(postmortem: Path, steps: list[torch.Tensor], minibatches: li
     minibatch, of those in tensors (n, ...), goes to `postmortem`."""
     bad = [i for i, norm in enumerate(torch.stack(steps)[:, -1].tolist() if steps else []) if not math.isfinite(norm)]
     if bad:
-        np.savez(postmortem, *[x[bad[0]].cpu() for x in minibatches])
+        names = ("obs", "actions", "old_log_probs", "old_values", "advantages", "returns")
+        arrays: dict[str, Any] = {name: x[bad[0]].cpu() for name, x in zip(names, minibatches, strict=True)}
+        with outlive_disk_errors(postmortem):
+            np.savez(postmortem, **arrays)
         raise FloatingPointError(
             f"A gradient is not finite; it changed no weight, its minibatch is in {postmortem}, and latest.pt is from "
             "before. A smaller --learning-rate may help."

@@ -181,8 +181,8 @@ def classes_of(table: list[dict[str, Any]], units: tuple[str, ...]) -> np.ndarra
 
 
 def landscape(table: list[dict[str, Any]]) -> dict[str, float]:
-    """How much orders differ: spread, noise, how many steps of two standard errors of a difference the range holds, and
-    the share of variance between the six orders of user, enterprise and op_server."""
+    """How much orders differ: spread, noise, how many can be picked so that neighbours differ by more than two standard
+    errors of a difference, and the share of variance between the six orders of user, enterprise and op_server."""
     returns = np.array([record["mean_return"] for record in table])
     errors = np.array([record["standard_error"] for record in table])
     classes = classes_of(table, ("user", "enterprise", "op_server"))
@@ -456,13 +456,13 @@ def write_page(folder: Path, replays: int) -> None:
     header = ["red agent", "rules", "compliance 0.95 confirmed", "and return at least HEAD's baseline",
               "least compliance", "mean strict compliance", "needless fixes an episode", "return: worst / mean / best",
               "sd over orders", "standard error of one", "levels",
-              "variance between the six orders of user, enterprise, op_server", "rank correlation with a second seed",
-              "best order", "CPU minutes"]  # fmt: skip
+              "variance between the six orders of user, enterprise, op_server",
+              "rank correlation with a second seed, not fine-tuned", "best order", "CPU minutes"]  # fmt: skip
     lines += [markdown_table(["", *[row[0] for row in rows]], [[name, *[row[i] for row in rows]] for i, name in
                                                                enumerate(header) if i]),
               "Baselines: -20.2 against B_line, -18.2 against Meander (the source project's PPO without workflows, "
               "100 steps, on code like that of HEAD, whose rules are harder for Blue). "
-              "Levels: steps of two standard errors of a difference that fit into the range.\n",
+              "Levels: the most orders whose neighbours differ by more than two standard errors of a difference.\n",
               "![returns, regrets and places](cage2_workflows.png)\n",
               "## Simple regret after 20 of 120 orders\n"]  # fmt: skip
     rows = []

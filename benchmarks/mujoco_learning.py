@@ -147,6 +147,7 @@ def report(steps: int, folder: Path = RESULTS) -> None:
     stored = json.loads(path.read_text())["tasks"] if path.exists() else {}
     tasks = {task: merge(stored.get(task, {}), task, steps) for task in TASKS}
     tasks = {task: result for task, result in tasks.items() if result["seeds"]}
+    with_sb3 = any(result["sb3_seeds"] for result in tasks.values())
     rows = []
     for task, result in tasks.items():
         preset, published, source = TASKS[task]
@@ -159,21 +160,24 @@ def report(steps: int, folder: Path = RESULTS) -> None:
         rows.append([
             task, preset, ", ".join(result["seeds"]), number(final.mean()), interval, ", ".join(map(number, final)),
             number(best.mean()), f"{number(published)} ({source})" if source else "",
-            ", ".join(map(number, peers)), f"{np.median([run['seconds'] for run in runs]):.0f}",
-            f"{np.median(cpu):.0f}" if cpu else "",
+            f"{np.median([run['seconds'] for run in runs]):.0f}", f"{np.median(cpu):.0f}" if cpu else "",
+            *([", ".join(map(number, peers))] if with_sb3 else []),
         ])  # fmt: skip
     header = ["task", "preset", "seeds", "final, mean", "interquartile mean (95 %)", "final, each seed",
-              "best in training, mean", "published at 1 M", "SB3 here, each seed",
-              "seconds", "CPU seconds"]  # fmt: skip
+              "best in training, mean", "published at 1 M", "seconds", "CPU seconds",
+              *(["SB3 here, each seed"] if with_sb3 else [])]  # fmt: skip
+    sb3 = (
+        "SB3 has the parameters that its Zoo tuned (`benchmarks/sb3_zoo.py`; Humanoid's and HumanoidStandup's were "
+        "tuned for ten times the steps, Ant's and Pusher's are SB3's defaults), the same steps and the same ten "
+        "evaluation episodes."
+    )
     page = (
         f"# MuJoCo v5 at {steps:,} steps\n\n`python -m benchmarks.mujoco_learning --steps {steps}`. Return of ten "
         "deterministic episodes of the last policy, and statistics over seeds (of three seeds the interquartile mean "
-        "is the mean, and the interval is too narrow). The presets were chosen on other seeds, 101 and up. Published "
-        "scores are of older task versions and other protocols, a guide only. Seconds are medians of the time spent on "
-        "collecting and learning, mostly on a busy machine, CPU seconds of whole processes where they were taken. SB3 "
-        "has the parameters that its Zoo tuned (`benchmarks/sb3_zoo.py`; Humanoid's and HumanoidStandup's were tuned "
-        "for ten times the steps, Ant's and Pusher's are SB3's defaults), the same steps and the same ten evaluation "
-        "episodes.\n\n"
+        "is the mean, and the interval their range, which is too narrow). The presets were chosen on other seeds, 101 "
+        "and up. Published scores are of older task versions and other protocols, a guide only. Seconds are medians of "
+        "the time spent on collecting and learning, mostly on a busy machine, CPU seconds of whole processes, where "
+        f"taken. {sb3 if with_sb3 else 'SB3 has not been run here (`--peer-seeds`).'}\n\n"
     )
     page += markdown_table(header, rows)
     info = machine_info(["torch", "gymnasium", "mujoco", "numpy"])

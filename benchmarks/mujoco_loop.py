@@ -124,12 +124,14 @@ def limit(env_id: str, num_envs: int, minibatch: int) -> float:
     inputs = math.prod(envs.single_observation_space.shape or ())
     outputs = math.prod(envs.single_action_space.shape or ()) + 1
     envs.close()
-    weights = 2 * (inputs * 64 + 64 * 64) + 64 * outputs  # of actor and critic
+    first_layers = 2 * inputs * 64  # of actor and critic
+    weights = first_layers + 2 * 64 * 64 + 64 * outputs
     a, b = torch.rand(minibatch, 64), torch.rand(64, 64)
     per_product = best_time(lambda: torch.mm(a, b)) / (minibatch * 64 * 64)
-    # An input's product with each weight: once to act, once for the rollout's values, and in each epoch forwards and,
-    # for the inputs' and the weights' gradients, twice backwards.
-    return 1 / (physics + (2 + 3 * EPOCHS) * weights * per_product)
+    # An input's product with each weight: once in the rollout, and in each epoch forwards and, for the gradients of
+    # the layers' inputs and of the weights, twice backwards; but nobody needs the gradient of an observation.
+    products = (1 + 3 * EPOCHS) * weights - EPOCHS * first_layers
+    return 1 / (physics + products * per_product)
 
 
 def in_process(shares: dict, candidate: str, env_id: str, sizes: tuple[int, int, int], updates: int) -> float:

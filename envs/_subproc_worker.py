@@ -8,6 +8,7 @@ other than numbers) as pickled messages through a pipe; two semaphores say that 
 from __future__ import annotations
 
 import contextlib
+import copy
 import faulthandler
 import logging
 import os
@@ -298,8 +299,9 @@ class Worker:
         if self.setup.episode_statistics and "episode" not in info:
             info = {**info, "episode": {"r": self.returns[slot], "l": self.lengths[slot]}}
         if self.setup.autoreset_mode == AutoresetMode.SAME_STEP:
+            final = copy.deepcopy({"final_obs": observation, "final_info": info})  # reset may fill the same array again
             first_observation, reset_info = self.begin_episode(slot)
-            return first_observation, {"final_obs": observation, "final_info": info, **reset_info}
+            return first_observation, {**final, **reset_info}
         self.needs_reset[slot] = self.setup.autoreset_mode == AutoresetMode.NEXT_STEP
         return observation, info
 

@@ -86,8 +86,8 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
     convolutions take them, the oldest frame first: (4, 64, 64) by default, (3, 64, 64) for "rgb64". Frames
     are the whole screen, averaged.
     Action: an integer below 5, 7 or 12 (`ACTION_SETS`), or the same one-hot.
-    Reward: see `RewardTerms`. Termination: death, the flag (or axe), or being stuck. Truncation:
-    `max_episode_steps`.
+    Reward: see `RewardTerms`. Termination: death, the flag (or axe), a warp out of the stage, or being stuck;
+    with "full" the last life, the last axe, or being stuck. Truncation: `max_episode_steps`.
     Info: empty, which costs nothing on its way between processes, except that in the step that ends an
     episode, and with `full_info` always, it holds x_pos, max_x (pixels), time (ticks left), world, stage,
     coins, score, life, status (0 small, 1 tall, 2 fiery), flag_get, death, stuck, document_reward (this

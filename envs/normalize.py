@@ -2,9 +2,10 @@
 
 Details 28-31 of the "37 implementation details": observations are centred and scaled by
 their running mean and standard deviation and clipped; rewards are divided by the running standard deviation of
-the discounted return and clipped. Unlike Gymnasium's wrappers of the same names, these normalise the final
-observation of an episode as well, hand over the untouched reward, can be frozen for evaluation, and offer
-their statistics to a checkpoint.
+the discounted return and clipped. Gymnasium's `NormalizeObservation` refuses environments that reset within the step
+that ends an episode (SAME_STEP); this one normalises the final observation there. Both of ours take resets of some
+environments only, hand over the untouched reward and offer their statistics to a checkpoint; with `training=False`
+the statistics stand still.
 """
 
 from __future__ import annotations

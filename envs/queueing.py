@@ -19,9 +19,9 @@ from gymnasium import spaces
 
 class TwoQueueEnv(gymnasium.Env):
     """Observation: the two backlogs, float32 (2,). Action: Discrete(2) or, with `continuous=True`, Box (1,)
-    whose sign chooses the queue. Reward: -(backlog of queue 0 + backlog of queue 1) after the step, unitless jobs.
+    whose sign chooses the queue. Reward: -(backlog of queue 0 + backlog of queue 1) after the step, in jobs.
 
-    Raises ValueError if a probability lies outside [0, 1] or the load is 1 or more: no policy is stable then.
+    Raises ValueError if a probability lies outside [0, 1] or the load is 1 or more: queues then grow under any policy.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"]}
@@ -40,8 +40,8 @@ class TwoQueueEnv(gymnasium.Env):
         load = sum(a / s if s else np.inf for a, s in zip(arrival_probs, service_probs, strict=True) if a)
         if load >= 1:
             raise ValueError(
-                f"The load is {load:.2f} jobs a step, but one server completes at most 1: lower arrival_probs "
-                f"{arrival_probs} or raise service_probs {service_probs}."
+                f"The load is {load:.2f}: so many steps of service arrive in each step, which the server has not. "
+                f"Lower arrival_probs {arrival_probs} or raise service_probs {service_probs}."
             )
         self.observation_space = spaces.Box(0.0, np.inf, (2,), np.float32)
         self.action_space: spaces.Space = spaces.Box(-1.0, 1.0, (1,), np.float32) if continuous else spaces.Discrete(2)

@@ -349,6 +349,7 @@ def test_prefix_returns_by_hand(cage2: ModuleType) -> None:
     assert short == {"sleep_30": [-30.0, 0.0], "sleep_40": [-40.0, 0.0]}
     long = cage2.prefix_returns({"b_line": np.concatenate([rewards, rewards[:20]])})
     assert long == cells | {"b_line_120": [-122.0, 2.0]}  # else what happens after 100 steps would not count
+    assert cage2.prefix_returns({"b_line": rewards}, finite_horizon=True) == {"b_line_100": [-102.0, 2.0]}
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -519,6 +520,23 @@ def test_a_log_of_an_older_version_keeps_its_columns(script: ModuleType, tmp_pat
     assert (tmp_path / "progress.csv").read_text() == "global_step,a,gone,b\n64,1,2,3\n128,4.0,nan,6.0\n"
 
 
+def test_a_run_outlives_whoever_reads_its_output(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A closed terminal, the end of `| tee`: the next line must not keep the run from its last checkpoint."""
+    logger = script.Logger(tmp_path)
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as nobody_listens:
+        monkeypatch.setattr(sys, "stdout", nobody_listens)
+        logger.line("step 64", final=True)
+        monkeypatch.undo()
+        with pytest.raises(BrokenPipeError):  # so the line did try
+            nobody_listens.flush()
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # closing flushes once more
+    logger.writer.close()
+
+
 def test_a_row_that_is_lost_does_not_cost_tensorboard(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -715,15 +733,40 @@ def test_a_number_that_is_not_finite_stops_the_run_before_the_weights(
     assert all(torch.isfinite(tensor).all() for tensor in state["agent"].values())
 
 
-def test_a_broken_final_observation_stops_the_run_too(continuous: ModuleType, run_tiny: Run, tmp_path: Path) -> None:
-    """It is seen by the critic alone, in the bootstrap at a time limit."""
+@pytest.mark.parametrize(("value", "normalized"), [(np.nan, True), (np.inf, False)])
+def test_a_broken_final_observation_stops_the_run_too(
+    continuous: ModuleType, run_tiny: Run, tmp_path: Path, value: float, normalized: bool
+) -> None:
+    """It is seen by the critic alone, in the bootstrap at a time limit; its tanh makes a number of an infinite one."""
     logdir = tmp_path / "run"
     with pytest.raises(FloatingPointError, match="next_values of environment 2 is not finite at step 3 of the rollout"):
-        run_tiny(env_id="Poison-obs-nan-v0", logdir=logdir, vec_env="sync", reset_steps=20, save_every=64)
+        run_tiny(env_id=f"Poison-obs-{value}-v0", logdir=logdir, vec_env="sync", reset_steps=20, save_every=64,
+                 norm_obs=normalized)  # fmt: skip
     state = continuous.load_checkpoint(logdir / "latest.pt")
     assert state["counters"]["update"] == 1
     assert all(torch.isfinite(tensor).all() for tensor in state["agent"].values())
     assert (logdir / "postmortem.npz").exists()
+
+
+def test_only_an_action_of_this_rollout_is_named_as_the_cause(script: ModuleType, tmp_path: Path) -> None:
+    actions, fine, broken = torch.arange(6.0).view(3, 2), torch.zeros(3, 2, 4), torch.zeros(3, 2, 4)
+    broken[0, 1, 2] = math.inf  # what the last rollout, or a reset, led to
+    with pytest.raises(FloatingPointError, match="obs of environment 11 is not finite at step 0 of the rollout; the"):
+        script.check_finite(tmp_path / "postmortem.npz", 10, actions, obs=broken)
+    with pytest.raises(
+        FloatingPointError, match=r"rewards of environment 11 .* step 0 of the rollout, after action 1\.0;"
+    ):
+        script.check_finite(tmp_path / "postmortem.npz", 10, actions, obs=fine, rewards=broken[:, :, 2])
+
+
+def test_a_full_disk_does_not_hide_what_is_not_finite(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(FloatingPointError, match="rewards of environment 0"):
+        script.check_finite(
+            tmp_path / "gone" / "postmortem.npz", 0, torch.zeros(1, 1), rewards=torch.full((1, 1), math.nan)
+        )
+    assert "postmortem.npz was not written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

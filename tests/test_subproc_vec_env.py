@@ -48,6 +48,26 @@ class EchoEnv(gym.Env):
         return action, 0.0, False, False, {}
 
 
+class ReusingEnv(gym.Env):
+    """Counts its steps in one array and one dict for ever, in episodes of three steps."""
+
+    observation_space = UNIT
+    action_space = Discrete(2)
+
+    def __init__(self) -> None:
+        self.observation, self.info = np.zeros(2, np.float32), {"steps": [0]}
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.observation[:] = self.info["steps"][0] = 0
+        return self.observation, self.info
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.observation += 1
+        self.info["steps"][0] += 1
+        return self.observation, 0.0, False, bool(self.observation[0] == 3), self.info
+
+
 class CountEnv(gym.Env):
     """Observes how many steps it has made; its episodes end after `limit` of them; its reward is the action."""
 
@@ -252,6 +272,19 @@ def test_next_step_mode_resets_in_the_step_after_the_end() -> None:
     assert [step[2].tolist() for step in history] == [[0, 0, 0], [1, 0, 0], [0, 1, 1], [0, 0, 0]]
     assert all(step[4] == {} for step in history)
     envs.close()
+
+
+def test_a_reset_that_fills_the_same_arrays_again_leaves_the_final_ones_alone() -> None:
+    """Where a time limit cuts an episode, its value is that of the state it reached, not of the next one's first."""
+    envs = SubprocVecEnv([ReusingEnv] * 2, autoreset_mode=AutoresetMode.SAME_STEP, context="fork")
+    envs.reset()
+    for _ in range(3):
+        obs, _, _, truncated, infos = envs.step([0, 0])
+    envs.close()
+    assert truncated.all()
+    assert (obs == 0).all()
+    assert np.array_equal(np.stack(infos["final_obs"]), np.full((2, 2), 3))
+    assert [steps for (steps,) in infos["final_info"]["steps"]] == [3, 3]
 
 
 def test_same_step_mode_returns_the_first_observation_and_keeps_the_final_one() -> None:

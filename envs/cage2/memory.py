@@ -41,7 +41,7 @@ class Memory(VectorWrapper):
 
     Everything is computed from Blue's own observations and actions, which a real defender would have too. For each
     host: how long ago it was last seen scanned, seen exploited, analysed, cleaned and restored (a trace that is 1 then
-    and fades), whether it was ever scanned and exploited, which decoys were started since its last Restore; and how
+    and fades), whether it was ever scanned and exploited, which decoys were ordered since its last Restore; and how
     long the episode has lasted (two fading traces). A trace m moves by m <- m FADE[action], then up to SET[action]
     where that is more: the memory of an action is a row of a table.
 

@@ -111,12 +111,13 @@ class WorkflowEnv(VectorWrapper):
     """CAGE2 games with a workflow each: a one-hot of 25 more inputs, verdicts on fixes, an alignment reward.
 
     With `workflow` "any", each episode has an order of its own: that of episode k of environment n depends on
-    seed + n and k alone. Rewards stay the game's; infos hold, for each environment,
+    seed + n and k alone. An episode that is reset before its end begins anew, with its order. Rewards stay the
+    game's; infos hold, for each environment,
 
     - `fixes` (N, 4): the counts of `VERDICTS` in the episode so far, also in its last step;
     - `alignment` (N,): alignment * (c_t - c_{t-1}), where c_t is the episode's compliance so far and c_0 = 0, and
-      -0.2 alignment at the end of an episode without a judged fix. An episode's sum is alignment * c_T. This is not a
-      potential of the state, so it changes which policy is best: it is there to steer.
+      -0.2 alignment at the end of an episode without a judged fix. The sum of any other is alignment * c_T. This is
+      not a potential of the state, so it changes which policy is best: it is there to steer.
 
     The infos of `env` must hold `game_actions` (N,), what was done in terms of the game. The true state is that of
     `true_state` or, for environments in other processes, the `clearable` of their infos.
