@@ -1003,8 +1003,8 @@ def learn(
             next_values = torch.cat([values[1:], values_after(next_obs)[None]])
             if cuts:
                 times, indices, final_obs = zip(*cuts, strict=True)
-                final_obs = torch.as_tensor(np.stack(final_obs), dtype=torch.float32, device=device)
-                next_values[list(times), list(indices)] = values_after(final_obs)
+                final_values = values_after(torch.as_tensor(np.stack(final_obs), dtype=torch.float32, device=device))
+                next_values[list(times), list(indices)] = final_values
         check_finite(postmortem, first_env, actions, obs=obs, rewards=rewards, next_values=next_values)
 
         # --- advantages -------------------------------------------------------------------------------
