@@ -520,6 +520,19 @@ def test_with_an_average_reward_life_goes_on_after_a_fall(
     assert calls[1][0][3].any()  # there were some
 
 
+def test_with_an_average_reward_a_fall_on_the_time_limit_is_a_fall(
+    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = spy(monkeypatch, continuous, "compute_gae")
+    values = {"env_id": "KnownValues-v0", "vec_env": "sync", "reset_steps": 5, "total_timesteps": 64, **PLAIN}
+    for average_reward in (False, True):
+        run_tiny(average_reward=average_reward, **values)
+    terminations, truncations = calls[0][0][3:5]
+    assert (terminations & truncations).any()
+    assert (truncations & ~terminations).any()
+    assert torch.equal(calls[1][0][4], truncations & ~terminations)
+
+
 @pytest.mark.parametrize("scope", ["batch", "per_env"])
 def test_advantages_are_normalized_over_the_scope(
     continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch, scope: str

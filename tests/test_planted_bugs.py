@@ -200,7 +200,14 @@ BUGS = {
         "gamma, targets = 1.0, rewards", "gamma, targets = args.gamma, rewards", LOOP + "test_average_reward_mode"
     ),
     "a fall ends the average-reward mode's life": Bug(
-        "ends = torch.zeros_like(terminations)", "ends = terminations", LOOP + "test_with_an_average_reward_life"
+        "torch.zeros_like(terminations), truncations & ~terminations",
+        "terminations, truncations & ~terminations",
+        LOOP + "test_with_an_average_reward_life",
+    ),
+    "a time limit ends the average-reward mode's life after a fall": Bug(
+        "torch.zeros_like(terminations), truncations & ~terminations",
+        "torch.zeros_like(terminations), truncations",
+        LOOP + "test_with_an_average_reward_a_fall_on_the_time_limit",
     ),
     "evaluation samples its actions": Bug(
         "if not deterministic:", "if deterministic:", LOOP + "test_evaluation_takes_the_mode_of_the_policy"
