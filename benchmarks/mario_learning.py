@@ -58,6 +58,7 @@ VARIANTS: dict[str, list[str]] = {
     "default": [],
     "million": ["--total-timesteps", "1000000"],
     "long": ["--total-timesteps", "2500000"],
+    "longer": ["--total-timesteps", "3000000"],
     "no_growth": NO_GROWTH,
     "short_rollouts": [*SHORT_ROLLOUTS, "--total-timesteps", "1000000"],
     "constant_entropy": [*SHORT_ROLLOUTS, "--no-anneal-ent", "--total-timesteps", "1200000"],
