@@ -9,8 +9,8 @@ A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.j
 progress.csv and timing.csv (one row per update), eval.csv, videos/, best.pt, latest.pt (the one before as *.prev.pt),
 curves.png. The best five of all runs with the same settings stand beside it, in best/. Stop it at any time;
 `--resume --logdir D` continues it, on a CPU bit for bit. Read the file from top to bottom: arguments, agent,
-mathematics, environments, files, training, playing; behind them what every run needs and no idea changes: signals,
-ranks, the run folder, checks, the command line.
+mathematics, environments, training, playing; behind them what every run needs and few experiments change:
+files, signals, ranks, the run folder, checks, the command line.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ class Args:
     norm_adv: bool = True
     """normalise advantages to mean 0 and standard deviation 1"""
     norm_adv_scope: Literal["minibatch", "batch", "per_env"] = "minibatch"
-    """what that mean and standard deviation are taken over"""
+    """what the mean and standard deviation of the advantages are taken over"""
     clip_coef: float = 0.2
     """epsilon: a probability ratio earns nothing beyond 1 +- epsilon"""
     clip_vloss: bool = False
@@ -405,7 +405,7 @@ EPISODE_METRICS = ("episodic_return", "episodic_length", "success_rate")
 
 def ppo_gradients(agent: Agent, minibatch: Any, args: Args) -> tuple[list[torch.Tensor], torch.Tensor]:
     """The gradient of `ppo_loss`, one flat vector for each of `agent.parameter_groups(args)`, and LOSS_METRICS as a
-    vector."""
+    vector. `minibatch` holds the tensors of `ppo_loss` in its order, obs to returns."""
     loss, metrics = ppo_loss(agent, *minibatch, args=args)  # type: ignore[misc]
     groups = agent.parameter_groups(args)
     gradients = iter(torch.autograd.grad(loss, [p for group in groups for p in group]))
@@ -563,276 +563,6 @@ def evaluate(
 
 
 # ==========================================================================================================
-# Files
-# ==========================================================================================================
-def to_tensors(state: Any) -> Any:
-    """Arrays in nested dicts and lists become tensors, which `torch.load` reads without running any code."""
-    if isinstance(state, dict):
-        return {key: to_tensors(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(to_tensors(value) for value in state)
-    if isinstance(state, np.generic):
-        return state.item()
-    return torch.from_numpy(state.copy()) if isinstance(state, np.ndarray) else state
-
-
-def to_arrays(state: Any) -> Any:
-    """The inverse of `to_tensors`."""
-    if isinstance(state, dict):
-        return {key: to_arrays(value) for key, value in state.items()}
-    if isinstance(state, list | tuple):
-        return type(state)(to_arrays(value) for value in state)
-    return state.cpu().numpy() if isinstance(state, torch.Tensor) else state
-
-
-def random_states() -> dict[str, Any]:
-    """The states of all global random generators."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
-    numpy_state = np.random.get_state(legacy=False)
-    return {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state(), "cuda": cuda}
-
-
-def set_random_states(states: dict[str, Any]) -> None:
-    random.setstate(states["python"])
-    np.random.set_state(to_arrays(states["numpy"]))
-    torch.set_rng_state(states["torch"].cpu())
-    if torch.cuda.is_available() and states["cuda"]:
-        # as many as there are: the run may go on with fewer GPUs
-        torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"][: torch.cuda.device_count()]])
-
-
-def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
-    """Write `state` so that `path` is a complete file at every moment; the previous one is kept as *.prev.pt.
-
-    If the disk refuses, warn, leave the old file alone and return False: a run outlives a full disk.
-    """
-    temporary, previous = path.with_suffix(".tmp"), path.with_suffix(".prev.pt")
-    try:
-        with open(temporary, "wb") as file:
-            torch.save(to_tensors(state), file)
-            file.flush()
-            os.fsync(file.fileno())
-        if path.exists():
-            with contextlib.suppress(OSError):  # a file system without links: then there is no *.prev.pt
-                previous.unlink(missing_ok=True)
-                os.link(path, previous)
-        os.replace(temporary, path)
-    except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
-        print(f"warning: {path} was not written ({first_line(error)}); the run goes on.", file=sys.stderr)
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
-        return False
-    with contextlib.suppress(OSError):  # a file system that cannot: then a power cut may undo the new name
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)  # until the folder is on the disk, the new name is not
-        finally:
-            os.close(folder)
-    return True
-
-
-@contextlib.contextmanager
-def outlive_disk_errors(path: Path) -> Iterator[None]:
-    """Turn the failure to write `path` into a warning: a picture is not worth a run."""
-    try:
-        yield
-    except (OSError, json.JSONDecodeError) as error:  # the latter from a damaged index.json
-        reason = getattr(error, "strerror", None) or error
-        print(f"warning: {path} was not written ({reason}); the run goes on.", file=sys.stderr)
-
-
-def load_checkpoint(path: Path, device: str = "cpu") -> dict[str, Any]:
-    """Read a checkpoint; nothing in the file is executed. Raises UsageError if it is missing, damaged, not a
-    checkpoint, or of another script or format."""
-    if not path.is_file():
-        raise DamagedError(f"There is no checkpoint {path}.")
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged_part = archive.testzip()  # torch writes checksums but does not look at them
-        if damaged_part is not None:
-            raise zipfile.BadZipFile(f"wrong checksum of {damaged_part}")
-        state = torch.load(path, map_location=device, weights_only=True)
-    except PermissionError:
-        raise UsageError(f"The checkpoint {path} may not be read by this user.") from None
-    except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
-        raise DamagedError(f"{path} is damaged or not a checkpoint ({first_line(error)}).") from None
-    found = state.get("format") if isinstance(state, dict) else None
-    if found != FORMAT:
-        raise UsageError(f"{path} holds {found or 'something else'}, this script reads checkpoints of {FORMAT}.")
-    return state
-
-
-def load_weights(agent: Agent, checkpoint: dict[str, Any], path: Path) -> None:
-    """Put the weights of the checkpoint at `path` into `agent`. Raises UsageError if they do not fit."""
-    try:
-        agent.load_state_dict(checkpoint["agent"])
-    except RuntimeError as error:
-        reason = str(error).splitlines()[1].strip()
-        raise UsageError(f"{path} holds a policy of other inputs, actions or layers ({reason})") from None
-
-
-def load_latest(logdir: Path, device: str, repair: bool = False) -> dict[str, Any]:
-    """The checkpoint to resume from: latest.pt or, if that is damaged, the one before. With `repair`, only for the
-    holder of the folder's lock, the one before takes the damaged one's place, which else would become *.prev.pt."""
-    try:
-        return load_checkpoint(logdir / "latest.pt", device)
-    except DamagedError as error:
-        if not (logdir / "latest.prev.pt").is_file():
-            raise
-        checkpoint = load_checkpoint(logdir / "latest.prev.pt", device)
-        if repair:
-            print(f"warning: {error} Falling back to latest.prev.pt.", file=sys.stderr)
-            shutil.copyfile(logdir / "latest.prev.pt", logdir / "latest.tmp")
-            os.replace(logdir / "latest.tmp", logdir / "latest.pt")
-        return checkpoint
-
-
-def update_leaderboard(logdir: Path, args: Args, score: float | list[float], step: int, keep: int = 5) -> None:
-    """Enter a run's best.pt among the `keep` best of all runs of the same problem and settings.
-
-    They stand beside the run folder in best/{env_id}__{hash of the settings}/ with index.json: score at full
-    precision, run, the step of best.pt, hash and file. A lock makes concurrent runs take turns; the index is replaced,
-    never edited.
-    """
-    logdir = logdir.resolve()  # "." has no name
-    of_one_run = RESUMABLE - {"total_timesteps"} | {"seed"}  # longer runs compete with their like
-    settings = {name: value for name, value in asdict(args).items() if name not in of_one_run}
-    config_hash = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
-    folder = logdir.parent / "best" / f"{args.env_id.replace('/', '_')}__{config_hash}"
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / "lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        index = folder / "index.json"
-        entries = json.loads(index.read_text()) if index.exists() else []
-        entry: dict[str, Any] = {"score": score, "run": logdir.name, "step": step, "config": config_hash,
-                                 "file": f"{logdir.name}.pt"}  # fmt: skip
-        others = [other for other in entries if other["run"] != entry["run"]]
-        entries = sorted([*others, entry], key=lambda item: item["score"], reverse=True)
-        if entry in entries[:keep]:
-            shutil.copyfile(logdir / "best.pt", folder / "new.tmp")
-            os.replace(folder / "new.tmp", folder / entry["file"])
-        for dropped in entries[keep:]:
-            (folder / dropped["file"]).unlink(missing_ok=True)
-        (folder / "index.tmp").write_text(json.dumps(entries[:keep], indent=1))
-        os.replace(folder / "index.tmp", index)
-
-
-class Logger:
-    """Scalars of a run to CSV files and TensorBoard, and a live line to the terminal.
-
-    Resumed at `step`, it drops what was logged after the checkpoint: the files look as if nothing had happened. If the
-    disk refuses a write, a few rows or TensorBoard's log are lost, with a warning; the run goes on. A silent logger
-    writes nothing.
-    """
-
-    def __init__(self, logdir: Path, step: int = 0, silent: bool = False) -> None:
-        self.logdir, self.silent = logdir, silent
-        self.writer: SummaryWriter | None = None
-        if silent:
-            return
-        for path in filter(Path.exists, (logdir / name for name in ("progress.csv", "timing.csv", "eval.csv"))):
-            header, *rows = path.read_text().splitlines(keepends=True) or [""]
-            steps = [row.partition(",")[0] if row.endswith("\n") else "" for row in rows]  # "": cut off by a kill
-            kept = [row for row, at in zip(rows, steps, strict=True) if at.isdecimal() and int(at) <= step]
-            path.with_suffix(".tmp").write_text("".join([header, *kept]) if kept else "")
-            os.replace(path.with_suffix(".tmp"), path)  # a kill in between must not lose the rows
-        self.writer = SummaryWriter(str(logdir), purge_step=step + 1)
-        self.last_line = -math.inf
-
-    def write(self, file: str, step: int, metrics: dict[str, float]) -> None:
-        """Add a row to `file` and a TensorBoard point for each metric (not for nan: nothing was measured)."""
-        if self.silent:
-            return
-        path = self.logdir / file
-        size = path.stat().st_size if path.exists() else 0
-        try:
-            with open(path, "a+", newline="") as stream:
-                stream.seek(0)  # a run begun by an older version of the script keeps its columns
-                names = stream.readline().rstrip("\n").split(",")[1:]
-                writer = csv.writer(stream, lineterminator="\n")
-                if not names:
-                    names = [*metrics]
-                    writer.writerow(["global_step", *names])
-                writer.writerow([step, *(metrics.get(name, math.nan) for name in names)])
-        except OSError as error:
-            print(f"warning: {path} has no step {step} ({error.strerror}); the run goes on.", file=sys.stderr)
-            with contextlib.suppress(OSError):
-                os.truncate(path, size)  # half a row would spoil the next one
-        try:
-            for name, value in metrics.items():
-                if self.writer is not None and not math.isnan(value):
-                    self.writer.add_scalar(name, value, step)
-        except OSError as error:
-            print(f"warning: TensorBoard is off from step {step} on ({error.strerror}).", file=sys.stderr)
-            self.writer = None  # its thread died of the error, and the next one would
-
-    def line(self, text: str, final: bool = False) -> None:
-        """Redraw the live line on a terminal; elsewhere print one every ten seconds."""
-        if self.silent:
-            return
-        with contextlib.suppress(OSError):  # the terminal or the pipe is gone, or the disk full: the run goes on
-            if sys.stdout.isatty():
-                shown = text if final else text[: shutil.get_terminal_size().columns - 1]  # one row can be redrawn
-                print(f"\r\033[K{shown}", end="\n" if final else "", flush=True)
-            elif final or time.monotonic() > self.last_line + 10:
-                print(text, flush=True)
-                self.last_line = time.monotonic()
-
-
-def read_csv(path: Path) -> dict[str, np.ndarray]:
-    """The columns of a log by name; none if nothing has been logged yet."""
-    if not path.exists():
-        return {}
-    with open(path) as file:
-        rows = list(csv.DictReader(line for line in file if line.endswith("\n")))  # a power cut may leave half a row
-    return {name: np.array([float(row[name]) for row in rows]) for name in (rows[0] if rows else [])}
-
-
-def plot_curves(logdir: Path) -> None:
-    """Draw curves.png: how often Mario reaches the flag, or how long an Atari game lasts, the return, and what to look
-    at when these do not rise."""
-    panels = ["rollout/success_rate", "rollout/episodic_return", "train/explained_variance",
-              "train/entropy", "train/approx_kl", "train/clip_fraction"]  # fmt: skip
-    progress, evaluation = read_csv(logdir / "progress.csv"), read_csv(logdir / "eval.csv")
-    if not progress:
-        return
-    if np.isnan(progress["rollout/success_rate"]).all():
-        panels[0] = "rollout/episodic_length"
-    quantities = {"success_rate": "success_rate", "episodic_return": "mean_return", "episodic_length": "mean_length"}
-    figure = matplotlib.figure.Figure(figsize=(13, 6), layout="constrained")
-    for axis, name in zip(figure.subplots(2, 3).flat, panels, strict=True):
-        measured = ~np.isnan(progress[name])  # in many a rollout no episode ends
-        axis.plot(progress["global_step"][measured], progress[name][measured], lw=1, label="training")
-        quantity = quantities.get(name.removeprefix("rollout/"))
-        for mode in ("eval", "eval_sampled") if quantity and evaluation else ():
-            label = "evaluation, " + ("deterministic" if mode == "eval" else "sampled")
-            axis.plot(evaluation["global_step"], evaluation[f"{mode}/{quantity}"], "o-", ms=3, lw=1, label=label)
-            axis.legend()
-        axis.set(title=name, xlabel="environment steps")
-        axis.grid(alpha=0.3)
-    figure.savefig(logdir / "curves.png", dpi=100)
-
-
-def save_gif(frames: list[np.ndarray], path: Path, fps: float) -> None:
-    """Write rgb frames as an endless GIF. Its clock ticks in 1/100 s: the rate is 100 / round(100 / fps), or 50."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    first, *rest = [PIL.Image.fromarray(frame).quantize(128) for frame in frames]
-    first.save(path, save_all=True, append_images=rest, duration=10 * max(2, round(100 / fps)), loop=0)
-
-
-def log_video(logger: Logger, frames: list[np.ndarray], fps: float, step: int) -> None:
-    """Write rgb frames as a GIF to videos/ and to TensorBoard's Images tab, which plays it."""
-    path = logger.logdir / "videos" / f"step_{step}.gif"
-    height, width, channels = frames[0].shape
-    with outlive_disk_errors(path):
-        save_gif(frames, path, fps)
-        image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=path.read_bytes())
-        summary = Summary(value=[Summary.Value(tag="eval/episodes", image=image)])
-        if logger.writer is not None:
-            logger.writer._get_file_writer().add_summary(summary, step)
-
-
-# ==========================================================================================================
 # Training
 # ==========================================================================================================
 @dataclass
@@ -872,6 +602,35 @@ def compiler(args: Args, device: torch.device) -> Any:
     torch._dynamo.config.recompile_limit = 256  # a sweep in one process compiles for each of its constants
     options: dict[str, Any] = {"cpp_wrapper": device.type == "cpu"}
     return partial(torch.compile, fullgraph=True, dynamic=False, options=options)
+
+
+def make_take_steps(
+    agent: Agent, parameters: list[torch.Tensor], moments: Any, rates: list[torch.Tensor], ranks: Ranks, args: Args
+) -> Callable[[list[torch.Tensor]], list[torch.Tensor]]:
+    """A function that takes a gradient step on each of several minibatches, compiled as far as possible.
+
+    --target-kl looks at a number between gradient and step, and ranks exchange messages there; a compiled program can
+    do neither. Gradient and step are then compiled by themselves, otherwise the function as a whole is.
+    """
+    compiled = compiler(args, ranks.device)
+    in_parts = args.target_kl is not None or ranks.size > 1
+    gradients_of: Any = compiled(ppo_gradients) if in_parts else ppo_gradients
+    optimizer_step: Any = compiled(adam_step) if in_parts else adam_step
+
+    def take_steps(minibatches: list[torch.Tensor]) -> list[torch.Tensor]:
+        """A step on each minibatch of tensors (n, minibatch size, ...) in turn, until one exceeds --target-kl; returns
+        the metrics of each step."""
+        steps = []
+        for minibatch in zip(*minibatches, strict=True):
+            gradients, metrics = gradients_of(agent, minibatch, args)
+            ranks.average([*gradients, metrics])
+            if args.target_kl is not None and float(metrics[APPROX_KL]) > args.target_kl:
+                break
+            grad_norm = optimizer_step(parameters, gradients, moments, rates, args)
+            steps.append(torch.cat([metrics, grad_norm]))
+        return steps
+
+    return take_steps if in_parts else compiled(take_steps)
 
 
 def train(args: Args) -> dict[str, Any]:
@@ -923,33 +682,12 @@ def learn(
     # What is annealed is a tensor: the compiler would take every new float for a new program.
     rates = [torch.tensor(args.learning_rate, device=device)]
     ent_coef: Any = torch.tensor(args.ent_coef, device=device)
-    compiled = compiler(args, device)
-    # --target-kl and other ranks come between gradient and step: each is then compiled by itself.
-    in_one = args.target_kl is None and ranks.size == 1
-    gradients_of: Any = ppo_gradients if in_one else compiled(ppo_gradients)
-    optimizer_step: Any = adam_step if in_one else compiled(adam_step)
     # Ranks normalise a minibatch's advantages before each takes its part of it.
     normalize_here = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
     loss_args = replace(args, ent_coef=ent_coef, norm_adv=args.norm_adv and not normalize_here)
 
     late_num_minibatches = args.num_minibatches // args.minibatch_growth
     per_call = math.gcd(4, late_num_minibatches)  # four steps in one compiled call save a third of its time
-
-    def take_steps(minibatches: list[torch.Tensor]) -> list[torch.Tensor]:
-        """A step on each minibatch of tensors (n, minibatch size, ...) in turn, until one exceeds --target-kl; returns
-        the metrics of each step."""
-        steps = []
-        for minibatch in zip(*minibatches, strict=True):
-            gradients, metrics = gradients_of(agent, minibatch, loss_args)
-            ranks.average([*gradients, metrics])
-            if args.target_kl is not None and float(metrics[APPROX_KL]) > args.target_kl:
-                break
-            grad_norm = optimizer_step(parameters, gradients, moments, rates, args)
-            steps.append(torch.cat([metrics, grad_norm]))
-        return steps
-
-    if in_one:
-        take_steps = compiled(take_steps)
 
     # The rollout, time-major: row t holds what happened at step t in each environment. Pictures stay bytes, with the
     # channels last in memory: convolutions want them so, and each epoch would have to turn them around.
@@ -976,6 +714,7 @@ def learn(
         set_random_states(own["random"])
         print(f"continuing after step {counters.global_step:,}", flush=True)
     next_obs = torch.as_tensor(env_obs, device=device)
+    take_steps = make_take_steps(agent, parameters, moments, rates, ranks, loss_args)
 
     def save(name: str) -> bool:
         """Write everything that the rest of the run depends on; False if the disk refused."""
@@ -1218,17 +957,19 @@ class PlayArgs:
     save_gif: bool = False
     """write a GIF of each episode, of its first 600 frames"""
     gif_fps: float = 15
-    """frames per second of the GIFs; 15 decisions a second are real time"""
+    """frames per second of the GIFs, at most 50; 15 decisions a second are real time"""
     gif_dir: str | None = None
     """folder of the GIFs; default {logdir}/gifs"""
 
 
 def find_checkpoint(logdir: str | None, name: str) -> Path:
-    """The checkpoint that --checkpoint names, in the run folder or by its path. Raises UsageError for a name without
-    a folder."""
+    """The checkpoint that --checkpoint names: best, latest, another file of the run folder, or a path. Raises
+    UsageError for best or latest without a run folder, and for best before the first evaluation."""
     if logdir is None and name in ("best", "latest"):
         raise UsageError("play needs --logdir, a run folder, or --checkpoint with the path of a file.")
     path = Path(logdir or "", f"{name}.pt") if name in ("best", "latest") else Path(name)
+    if not path.exists() and Path(logdir or "", name).is_file():
+        path = Path(logdir or "", name)
     if not path.exists() and name == "best" and path.with_name("latest.pt").exists():
         raise UsageError(f"There is no {path} before the first evaluation; use --checkpoint latest.")
     return path
@@ -1239,7 +980,8 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     require_one_process("play")
     require(play_args, "in [0, 2**32)", lambda x: 0 <= x < 2**32, "seed")
     require_flag(play_args, "save_gif", "gif_dir", "gif_fps")
-    require(play_args, "at least 1", lambda x: x >= 1, "episodes", "gif_fps")
+    require(play_args, "at least 1", lambda x: x >= 1, "episodes")
+    require(play_args, "in [1, 50]", lambda x: 1 <= x <= 50, "gif_fps")
     if play_args.render and play_args.save_gif:
         raise UsageError("--render shows the episodes and --save-gif writes them: choose one.")
     if play_args.render and not {"DISPLAY", "WAYLAND_DISPLAY"} & {*os.environ}:
@@ -1296,6 +1038,281 @@ def curves(curves_args: CurvesArgs) -> None:
 
 
 # ==========================================================================================================
+# Files
+# ==========================================================================================================
+def to_tensors(state: Any) -> Any:
+    """Arrays in nested dicts and lists become tensors, which `torch.load` reads without running any code."""
+    if isinstance(state, dict):
+        return {key: to_tensors(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(to_tensors(value) for value in state)
+    if isinstance(state, np.generic):
+        return state.item()
+    return torch.from_numpy(state.copy()) if isinstance(state, np.ndarray) else state
+
+
+def to_arrays(state: Any) -> Any:
+    """The inverse of `to_tensors`."""
+    if isinstance(state, dict):
+        return {key: to_arrays(value) for key, value in state.items()}
+    if isinstance(state, list | tuple):
+        return type(state)(to_arrays(value) for value in state)
+    return state.cpu().numpy() if isinstance(state, torch.Tensor) else state
+
+
+def random_states() -> dict[str, Any]:
+    """The states of all global random generators."""
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    numpy_state = np.random.get_state(legacy=False)
+    return {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state(), "cuda": cuda}
+
+
+def set_random_states(states: dict[str, Any]) -> None:
+    random.setstate(states["python"])
+    np.random.set_state(to_arrays(states["numpy"]))
+    torch.set_rng_state(states["torch"].cpu())
+    if torch.cuda.is_available() and states["cuda"]:
+        # as many as there are: the run may go on with fewer GPUs
+        torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"][: torch.cuda.device_count()]])
+
+
+def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
+    """Write `state` so that `path` is a complete file at every moment; the previous one is kept as *.prev.pt.
+
+    If the disk refuses, warn, leave the old file alone and return False: a run outlives a full disk.
+    """
+    temporary, previous = path.with_suffix(".tmp"), path.with_suffix(".prev.pt")
+    try:
+        with open(temporary, "wb") as file:
+            torch.save(to_tensors(state), file)
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            with contextlib.suppress(OSError):  # a file system without links: then there is no *.prev.pt
+                previous.unlink(missing_ok=True)
+                os.link(path, previous)
+        os.replace(temporary, path)
+    except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
+        print(f"warning: {path} was not written ({first_line(error)}); the run goes on.", file=sys.stderr)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        return False
+    with contextlib.suppress(OSError):  # a file system that cannot: then a power cut may undo the new name
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)  # until the folder is on the disk, the new name is not
+        finally:
+            os.close(folder)
+    return True
+
+
+@contextlib.contextmanager
+def outlive_disk_errors(path: Path) -> Iterator[None]:
+    """Turn the failure to write `path` into a warning: a picture is not worth a run."""
+    try:
+        yield
+    except (OSError, json.JSONDecodeError) as error:  # the latter from a damaged index.json
+        reason = getattr(error, "strerror", None) or error
+        print(f"warning: {path} was not written ({reason}); the run goes on.", file=sys.stderr)
+
+
+def load_checkpoint(path: Path, device: str = "cpu") -> dict[str, Any]:
+    """Read a checkpoint; nothing in the file is executed. Raises UsageError if it is missing, damaged, not a
+    checkpoint, or of another script or format."""
+    if not path.is_file():
+        raise DamagedError(f"There is no checkpoint {path}.")
+    try:
+        with zipfile.ZipFile(path) as archive:
+            damaged_part = archive.testzip()  # torch writes checksums but does not look at them
+        if damaged_part is not None:
+            raise zipfile.BadZipFile(f"wrong checksum of {damaged_part}")
+        state = torch.load(path, map_location=device, weights_only=True)
+    except PermissionError:
+        raise UsageError(f"The checkpoint {path} may not be read by this user.") from None
+    except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
+        raise DamagedError(f"{path} is damaged or not a checkpoint ({first_line(error)}).") from None
+    found = state.get("format") if isinstance(state, dict) else None
+    if found != FORMAT:
+        raise UsageError(f"{path} holds {found or 'something else'}; this script reads checkpoints of {FORMAT}.")
+    return state
+
+
+def load_weights(agent: Agent, checkpoint: dict[str, Any], path: Path) -> None:
+    """Put the weights of the checkpoint at `path` into `agent`. Raises UsageError if they do not fit."""
+    try:
+        agent.load_state_dict(checkpoint["agent"])
+    except RuntimeError as error:
+        reason = str(error).splitlines()[1].strip()
+        raise UsageError(f"{path} holds a policy of other inputs, actions or layers ({reason}).") from None
+
+
+def load_latest(logdir: Path, device: str, repair: bool = False) -> dict[str, Any]:
+    """The checkpoint to resume from: latest.pt or, if that is damaged, latest.prev.pt.
+
+    With `repair`, for which one must hold the folder's lock, the good file is copied over the damaged one: the next
+    save would otherwise keep the damaged one as latest.prev.pt and lose the good one.
+    """
+    try:
+        return load_checkpoint(logdir / "latest.pt", device)
+    except DamagedError as error:
+        if not (logdir / "latest.prev.pt").is_file():
+            raise
+        checkpoint = load_checkpoint(logdir / "latest.prev.pt", device)
+        if repair:
+            print(f"warning: {error} Falling back to latest.prev.pt.", file=sys.stderr)
+            shutil.copyfile(logdir / "latest.prev.pt", logdir / "latest.tmp")
+            os.replace(logdir / "latest.tmp", logdir / "latest.pt")
+        return checkpoint
+
+
+def update_leaderboard(logdir: Path, args: Args, score: float | list[float], step: int, keep: int = 5) -> None:
+    """Enter a run's best.pt among the `keep` best of all runs of the same problem and settings.
+
+    They stand beside the run folder in best/{env_id}__{hash of the settings}/ with index.json: score at full
+    precision, run, the step of best.pt, hash and file. A lock makes concurrent runs take turns; the index is replaced,
+    never edited.
+    """
+    logdir = logdir.resolve()  # "." has no name
+    # Longer runs compete with their like, and the best of many short evaluations is not that of few long ones.
+    of_one_run = RESUMABLE - {"total_timesteps", "eval_every", "eval_episodes"} | {"seed"}
+    settings = {name: value for name, value in asdict(args).items() if name not in of_one_run}
+    config_hash = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
+    folder = logdir.parent / "best" / f"{args.env_id.replace('/', '_')}__{config_hash}"
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        index = folder / "index.json"
+        entries = json.loads(index.read_text()) if index.exists() else []
+        entry: dict[str, Any] = {"score": score, "run": logdir.name, "step": step, "config": config_hash,
+                                 "file": f"{logdir.name}.pt"}  # fmt: skip
+        others = [other for other in entries if other["run"] != entry["run"]]
+        entries = sorted([*others, entry], key=lambda item: item["score"], reverse=True)
+        if entry in entries[:keep]:
+            shutil.copyfile(logdir / "best.pt", folder / "new.tmp")
+            os.replace(folder / "new.tmp", folder / entry["file"])
+        for dropped in entries[keep:]:
+            (folder / dropped["file"]).unlink(missing_ok=True)
+        (folder / "index.tmp").write_text(json.dumps(entries[:keep], indent=1))
+        os.replace(folder / "index.tmp", index)
+
+
+class Logger:
+    """Scalars of a run to CSV files and TensorBoard, and a live line to the terminal.
+
+    Resumed at `step`, it drops what was logged after the checkpoint: the files look as if nothing had happened. If the
+    disk refuses a write, a few rows or TensorBoard's log are lost, with a warning; the run goes on. A silent logger
+    writes nothing.
+    """
+
+    def __init__(self, logdir: Path, step: int = 0, silent: bool = False) -> None:
+        self.logdir, self.silent = logdir, silent
+        self.writer: SummaryWriter | None = None
+        if silent:
+            return
+        for path in filter(Path.exists, (logdir / name for name in ("progress.csv", "timing.csv", "eval.csv"))):
+            header, *rows = path.read_text().splitlines(keepends=True) or [""]
+            steps = [row.partition(",")[0] if row.endswith("\n") else "" for row in rows]  # "": cut off by a kill
+            kept = [row for row, at in zip(rows, steps, strict=True) if at.isdecimal() and int(at) <= step]
+            path.with_suffix(".tmp").write_text("".join([header, *kept]) if kept else "")
+            os.replace(path.with_suffix(".tmp"), path)  # a kill in between must not lose the rows
+        self.writer = SummaryWriter(str(logdir), purge_step=step + 1)
+        self.last_line = -math.inf
+
+    def write(self, file: str, step: int, metrics: dict[str, float]) -> None:
+        """Add a row to `file` and a TensorBoard point for each metric (not for nan: nothing was measured)."""
+        if self.silent:
+            return
+        path = self.logdir / file
+        size = path.stat().st_size if path.exists() else 0
+        try:
+            with open(path, "a+", newline="") as stream:
+                stream.seek(0)  # a run begun by an older version of the script keeps its columns
+                names = stream.readline().rstrip("\n").split(",")[1:]
+                writer = csv.writer(stream, lineterminator="\n")
+                if not names:
+                    names = [*metrics]
+                    writer.writerow(["global_step", *names])
+                writer.writerow([step, *(metrics.get(name, math.nan) for name in names)])
+        except OSError as error:
+            print(f"warning: {path} lacks step {step} ({error.strerror}); the run goes on.", file=sys.stderr)
+            with contextlib.suppress(OSError):
+                os.truncate(path, size)  # half a row would spoil the next one
+        try:
+            for name, value in metrics.items():
+                if self.writer is not None and not math.isnan(value):
+                    self.writer.add_scalar(name, value, step)
+        except OSError as error:
+            print(f"warning: TensorBoard is off from step {step} on ({error.strerror}).", file=sys.stderr)
+            self.writer = None  # its thread died of the error, and the next one would
+
+    def line(self, text: str, final: bool = False) -> None:
+        """Redraw the live line on a terminal; elsewhere print one every ten seconds."""
+        if self.silent:
+            return
+        with contextlib.suppress(OSError):  # the terminal or the pipe is gone, or the disk full: the run goes on
+            if sys.stdout.isatty():
+                shown = text if final else text[: shutil.get_terminal_size().columns - 1]  # one row can be redrawn
+                print(f"\r\033[K{shown}", end="\n" if final else "", flush=True)
+            elif final or time.monotonic() > self.last_line + 10:
+                print(text, flush=True)
+                self.last_line = time.monotonic()
+
+
+def read_csv(path: Path) -> dict[str, np.ndarray]:
+    """The columns of a log by name; none if nothing has been logged yet."""
+    if not path.exists():
+        return {}
+    with open(path) as file:
+        rows = list(csv.DictReader(line for line in file if line.endswith("\n")))  # a power cut may leave half a row
+    return {name: np.array([float(row[name]) for row in rows]) for name in (rows[0] if rows else [])}
+
+
+def plot_curves(logdir: Path) -> None:
+    """Draw curves.png: how often Mario reaches the flag, or how long an Atari game lasts, the return, and what to look
+    at when these do not rise."""
+    panels = ["rollout/success_rate", "rollout/episodic_return", "train/explained_variance",
+              "train/entropy", "train/approx_kl", "train/clip_fraction"]  # fmt: skip
+    progress, evaluation = read_csv(logdir / "progress.csv"), read_csv(logdir / "eval.csv")
+    if not progress:
+        return
+    if np.isnan(progress["rollout/success_rate"]).all():
+        panels[0] = "rollout/episodic_length"
+    quantities = {"success_rate": "success_rate", "episodic_return": "mean_return", "episodic_length": "mean_length"}
+    figure = matplotlib.figure.Figure(figsize=(13, 6), layout="constrained")
+    for axis, name in zip(figure.subplots(2, 3).flat, panels, strict=True):
+        measured = ~np.isnan(progress[name])  # in many a rollout no episode ends
+        axis.plot(progress["global_step"][measured], progress[name][measured], lw=1, label="training")
+        quantity = quantities.get(name.removeprefix("rollout/"))
+        for mode in ("eval", "eval_sampled") if quantity and evaluation else ():
+            label = "evaluation, " + ("deterministic" if mode == "eval" else "sampled")
+            axis.plot(evaluation["global_step"], evaluation[f"{mode}/{quantity}"], "o-", ms=3, lw=1, label=label)
+            axis.legend()
+        axis.set(title=name, xlabel="environment steps")
+        axis.grid(alpha=0.3)
+    figure.savefig(logdir / "curves.png", dpi=100)
+
+
+def save_gif(frames: list[np.ndarray], path: Path, fps: float) -> None:
+    """Write rgb frames as an endless GIF. It counts time in 1/100 s, of which a frame takes at least two: 30 frames per
+    second become 33, and more than 50 become 50."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    first, *rest = [PIL.Image.fromarray(frame).quantize(128) for frame in frames]
+    first.save(path, save_all=True, append_images=rest, duration=10 * max(2, round(100 / fps)), loop=0)
+
+
+def log_video(logger: Logger, frames: list[np.ndarray], fps: float, step: int) -> None:
+    """Write rgb frames as a GIF to videos/ and to TensorBoard's Images tab, which plays it."""
+    path = logger.logdir / "videos" / f"step_{step}.gif"
+    height, width, channels = frames[0].shape
+    with outlive_disk_errors(path):
+        save_gif(frames, path, fps)
+        image = Summary.Image(height=height, width=width, colorspace=channels, encoded_image_string=path.read_bytes())
+        summary = Summary(value=[Summary.Value(tag="eval/episodes", image=image)])
+        if logger.writer is not None:
+            logger.writer._get_file_writer().add_summary(summary, step)
+
+
+# ==========================================================================================================
 # Behind the loop: signals, ranks, the run folder
 # ==========================================================================================================
 class Interrupt:
@@ -1325,8 +1342,9 @@ class Interrupt:
 class Ranks:
     """The processes that torchrun started, each with its share of the environments; without it, this one alone.
 
-    Everything but stepping environments, inference and gradients is done by all ranks alike, on the whole rollout and
-    with equal random numbers: n ranks learn what one with all environments would. All must make the same calls.
+    Environments, values, advantages and gradients are split over the ranks. The whole rollout is then gathered, and all
+    shuffle it alike, with equal random numbers: n ranks learn what one with all environments would. Rank 0 alone
+    evaluates, logs and saves. All must make the same calls.
     """
 
     def __init__(self, args: Args) -> None:
@@ -1407,8 +1425,8 @@ def check_finite(postmortem: Path, first_env: int, actions: torch.Tensor, **roll
             cause = t - 1 if name == "obs" else t  # the step whose action led to it, if it was of this rollout
             after = f", after action {actions[cause, n].tolist()}" if cause >= 0 else ""
             raise FloatingPointError(
-                f"{name} of environment {first_env + n} is not finite at step {t} of the rollout{after}; the weights "
-                f"were not touched, the rollout is in {postmortem}."
+                f"{name} of environment {first_env + n}: a number is not finite at step {t} of the rollout{after}; the "
+                f"weights were not touched, the rollout is in {postmortem}."
             )
 
 
@@ -1534,7 +1552,8 @@ def check_continuation(args: Args, logdir: Path, checkpoint: dict[str, Any] | No
             raise UsageError(f"{logdir} is a run of {ranks} processes and cannot go on with {world_size()}.")
         if args.num_updates <= done and args.total_timesteps < checkpoint["args"]["total_timesteps"]:
             raise UsageError(
-                f"--total-timesteps {args.total_timesteps}: {logdir} has done {done * args.batch_size} already."
+                f"--total-timesteps {args.total_timesteps}: {logdir} has done {done * args.batch_size} already; ask "
+                "for more."
             )
 
 
@@ -1651,6 +1670,10 @@ def check_ranges(args: Args) -> None:
     devices = ["cpu", *["cuda"] * torch.cuda.is_available(), *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
     if args.device not in devices:
         raise UsageError(f"--device {args.device} is not available here; use {' or '.join(devices)}.")
+    gpus = torch.cuda.device_count() if args.device == "cuda" else 1
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if args.device != "cpu" and local_ranks > gpus:
+        raise UsageError(f"--device {args.device} has {gpus} GPU for {local_ranks} processes; each needs its own.")
 
 
 def validate(args: Args) -> None:
@@ -1700,7 +1723,7 @@ def explain(args: Args) -> int | None:
         sps = read_csv(Path(scratch) / "run" / "timing.csv")["time/sps"][-1]
     print(output.getvalue().partition(", folder")[0].replace(": 3 updates", f": {args.num_updates} updates"))
     minutes = args.num_updates * args.batch_size / sps / 60
-    print(f"{sps:,.0f} steps/s in a probe: about {minutes:.1f} minutes, and the evaluations")
+    print(f"{sps:,.0f} steps/s in a probe: about {minutes:.1f} minutes without the evaluations")
     return None
 
 

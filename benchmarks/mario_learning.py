@@ -12,8 +12,8 @@ runs/mario/{env_id}-{backend}-{variant}-{seed}. One that was killed is resumed, 
 Then its last policy plays 100 episodes of each of its stages with the most probable actions and 100 with sampled ones,
 all with random waiting before the start and sticky actions, on seeds that no run uses.
 
-results/mario_learning.json keeps curves and evaluations of every run, so run folders may be deleted. The first seed's
-last evaluation, five episodes side by side, becomes results/mario_{stages}.gif.
+results/mario_learning.json keeps curves and evaluations of every run, so run folders may be deleted. The last
+evaluation of the first seed on FCEUmm, some episodes side by side, becomes results/mario_{stages}.gif.
 """
 
 from __future__ import annotations
@@ -150,7 +150,8 @@ def report(folder: Path = RESULTS) -> None:
         group["command"] = "python " + " ".join(words)
         group["seeds"][str(args["seed"])] = read_run(logdir)
         videos = sorted((logdir / "videos").glob("*.gif"), key=lambda gif: int(gif.stem.rpartition("_")[2]))
-        if variant == "default" and videos and str(args["seed"]) == min(group["seeds"], key=int):
+        shown = variant == "default" and args["backend"] == "fceumm"
+        if shown and videos and str(args["seed"]) == min(group["seeds"], key=int):
             shutil.copyfile(videos[-1], folder / f"{args['env_id'].lower().replace('-', '_', 1)}.gif")
     groups = {name: groups[name] | {"seeds": dict(sorted(groups[name]["seeds"].items(), key=lambda item: int(item[0])))}
               for name in sorted(groups)}  # fmt: skip

@@ -1,6 +1,6 @@
 """Whole-loop throughput on Super Mario Bros: our script on each emulator beside SB3's PPO on the usual wrappers.
 
-    python -m benchmarks.mario_loop [--num-envs 16] [--num-steps 64] [--rounds 5]
+    python -m benchmarks.mario_loop [--num-envs 16] [--num-steps 64] [--rounds 5] [--pip-nes-py FOLDER]
     python -m benchmarks.mario_loop --quick    # 8 environments x 32 steps, two rounds, without float32
 
 Emulating, inferring and learning are timed together, in environment steps (of four frames) per second. All loops have
@@ -10,11 +10,17 @@ frame skip of 4, grey, resize and VecFrameStack, one process per environment (Su
 that package fails on NumPy 2, so two of its properties are replaced below; where another one is installed, as on
 Python 3.13, SB3 is left out. Each measurement is the second of two updates of a fresh run; the candidates take turns,
 round after round, and a ratio is the median over rounds of two figures of one round. torch uses one thread.
+
+After `make nes_py` SB3's environments run on that faster library, too. With --pip-nes-py SB3 is measured a second time,
+on the library as its own users have it, built by pip:
+
+    pip install --no-deps --target FOLDER nes-py==8.2.1
 """
 
 import argparse
 import contextlib
 import io
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -45,6 +51,7 @@ from benchmarks.common import (
 from envs.mario import available_backends
 
 REFERENCE = "SB3, usual wrappers (nes_py, float32)"
+SB3_WITH_PIPS = "SB3, usual wrappers (nes_py built by pip, float32)"
 MINIBATCH_SIZE, EPOCHS = 256, 4
 SHARES = ("env_share", "update_share")
 
@@ -70,7 +77,9 @@ class UsualMario(gym.Env):
     observation_space = gym.spaces.Box(0, 255, (64, 64, 1), np.uint8)
     action_space = gym.spaces.Discrete(7)
 
-    def __init__(self) -> None:
+    def __init__(self, nes_py_folder: str | None = None) -> None:
+        if nes_py_folder:
+            sys.path.insert(0, nes_py_folder)  # of this worker process alone; it has not imported nes_py yet
         from gym_super_mario_bros.actions import SIMPLE_MOVEMENT
         from gym_super_mario_bros.smb_env import SuperMarioBrosEnv
         from nes_py._rom import ROM
@@ -99,14 +108,14 @@ class UsualMario(gym.Env):
         return self.observe(screen), total / 10, done, False, {"flag_get": info["flag_get"]}
 
 
-def sb3(num_envs: int, num_steps: int) -> tuple[float, dict[str, float]]:
+def sb3(num_envs: int, num_steps: int, nes_py_folder: str | None = None) -> tuple[float, dict[str, float]]:
     """Steps per second of the second update of a fresh run of SB3's PPO with our defaults."""
     with contextlib.redirect_stderr(io.StringIO()):  # SB3 imports the old gym, which prints that it is not maintained
         from stable_baselines3 import PPO
         from stable_baselines3.common.vec_env import SubprocVecEnv, VecFrameStack
 
     defaults = mario.Args()
-    vec_env = VecFrameStack(SubprocVecEnv([UsualMario] * num_envs, start_method="fork"), 4)
+    vec_env = VecFrameStack(SubprocVecEnv([partial(UsualMario, nes_py_folder)] * num_envs, start_method="fork"), 4)
     model = PPO(
         "CnnPolicy", vec_env, n_steps=num_steps, batch_size=MINIBATCH_SIZE, n_epochs=EPOCHS, gamma=defaults.gamma,
         learning_rate=defaults.learning_rate, gae_lambda=defaults.gae_lambda, ent_coef=defaults.ent_coef,
@@ -128,7 +137,10 @@ def main() -> None:
     parser.add_argument("--num-steps", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="8 x 32, two rounds, without float32")
+    parser.add_argument("--pip-nes-py", metavar="FOLDER", help="a folder with nes-py as pip builds it, for SB3")
     options = parser.parse_args()
+    if options.pip_nes_py and not list(Path(options.pip_nes_py).glob("nes_py/lib_nes_env*")):
+        parser.error(f"--pip-nes-py {options.pip_nes_py} holds no nes_py; the text above says how to put one there")
     if options.quick:
         options.num_envs, options.num_steps, options.rounds = 8, 32, 2
     torch.set_num_threads(1)
@@ -142,6 +154,8 @@ def main() -> None:
     installed = metadata.version("gym-super-mario-bros")
     if installed.startswith("7."):
         loops[REFERENCE] = partial(sb3, *sizes)
+        if options.pip_nes_py:
+            loops[SB3_WITH_PIPS] = partial(sb3, *sizes, nes_py_folder=options.pip_nes_py)
     else:
         print(f"SB3 is left out: the usual wrappers are those of gym-super-mario-bros 7.4.0, but here is {installed}")
     shares: dict[str, dict[str, float]] = {}
@@ -152,17 +166,18 @@ def main() -> None:
 
     info = machine_info(["torch", "numpy", "nes-py", "stable-retro", "stable-baselines3"])
     figures = interleave({name: partial(measure, name) for name in loops}, options.rounds)
+    peers = [name for name in figures if name.startswith("SB3")]
     rows = []
     for name, values in figures.items():
-        ratio = f"{median_ratio(values, figures[REFERENCE]):.2f}" if REFERENCE in figures else ""
+        ratios = [f"{median_ratio(values, figures[peer]):.2f}" for peer in peers]
         middle = summary(values)
-        rows.append([name, f"{middle['median']:,.0f}", f"{middle['min']:,.0f} - {middle['max']:,.0f}", ratio,
+        rows.append([name, f"{middle['median']:,.0f}", f"{middle['min']:,.0f} - {middle['max']:,.0f}", *ratios,
                      *(f"{shares[name][key]:.0%}" if shares[name] else "" for key in SHARES)])  # fmt: skip
-    header = ["loop", "steps/s", "range", "x SB3", "emulation", "update"]
+    header = ["loop", "steps/s", "range", *(f"x {peer}" for peer in peers), "emulation", "update"]
     markdown = "# Super Mario Bros: the whole loop\n\n" + markdown_table(header, rows)
     markdown += f"\n{options.num_envs} environments x {options.num_steps} steps, {options.rounds} rounds.\n\n"
     group = f"{options.num_envs} environments x {options.num_steps} steps"
-    data = {"machine": info, "rows": rows_of(group, figures, [REFERENCE]), "shares_of_last": shares}
+    data = {"machine": info, "rows": rows_of(group, figures, peers), "shares_of_last": shares}
     write_results("mario_loop", data, markdown + machine_line(info), QUICK_RESULTS if options.quick else RESULTS)
 
 

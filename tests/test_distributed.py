@@ -192,7 +192,7 @@ def test_a_number_that_is_not_finite_names_the_environment_of_the_whole_run(
 ) -> None:
     rewards = torch.zeros(5, 2)
     rewards[3, 1] = torch.nan
-    with pytest.raises(FloatingPointError, match="rewards of environment 7 is not finite at step 3"):
+    with pytest.raises(FloatingPointError, match="rewards of environment 7: a number is not finite at step 3"):
         continuous.check_finite(tmp_path, 6, torch.zeros(5, 2, 1), rewards=rewards)
 
 
