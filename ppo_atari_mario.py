@@ -34,6 +34,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -523,8 +524,8 @@ def evaluate(
     sticky actions. Episode i draws both from seed + i, so that two evaluations differ by their policies alone.
     Returns success_rate (flag or axe reached; nan for Atari games, which have neither), mean_return, std_return,
     mean_length, the lists successes, returns and lengths, and, with render_mode "rgb_array", frames: the first
-    `args.video_episodes` episodes side by side, (height, width, 3) uint8, where an episode that has ended shows its
-    last frame, and at most MAX_VIDEO_FRAMES of them.
+    `args.video_episodes` episodes side by side, (height, width, 3) uint8, at most MAX_VIDEO_FRAMES of them. An episode
+    that has ended goes on showing what its last action was chosen by.
     """
     num_envs = args.eval_episodes
     num_rendered = min(num_envs, args.video_episodes)
@@ -812,8 +813,9 @@ def learn(
             minibatches = [x[:, ranks.rank :: ranks.size] for x in minibatches]
             epoch: list[torch.Tensor] = []
             for i in range(0, num_minibatches, per_call):
-                epoch += take_steps([x[i : i + per_call] for x in minibatches])
-                if len(epoch) < i + per_call:  # --target-kl was exceeded
+                steps = take_steps([x[i : i + per_call] for x in minibatches])
+                epoch += steps
+                if len(steps) < per_call:  # --target-kl was exceeded
                     break
             check_gradients(postmortem, epoch, minibatches)
             step_metrics += epoch
@@ -939,7 +941,7 @@ class PlayArgs:
     logdir: str | None = None
     """run folder; may be left out if --checkpoint is a path"""
     checkpoint: str = "best"
-    """best, latest, or the path of a checkpoint"""
+    """best, latest, another file of the run folder, or a path"""
     episodes: int = 5
     """episodes to play"""
     stochastic: bool = False
@@ -991,9 +993,12 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     path = find_checkpoint(play_args.logdir, play_args.checkpoint)
     checkpoint, logdir = load_checkpoint(path), Path(play_args.logdir or path.parent)
     args = replace(known_args(checkpoint["args"]), eval_episodes=1, num_envs=1, device="cpu")
+    trained = args
     for name in ("env_id", "max_episode_steps"):
         if getattr(play_args, name) is not None:
             args = replace(args, **{name: getattr(play_args, name)})
+    if is_atari(args) != is_atari(trained):
+        raise UsageError(f"{path} has learnt {trained.env_id}; it cannot play {args.env_id}.")
     check_environment(args)
     vec_env = make_envs(args)
     agent = Agent(vec_env, args)
@@ -1174,7 +1179,7 @@ def update_leaderboard(logdir: Path, args: Args, score: float | list[float], ste
     """
     logdir = logdir.resolve()  # "." has no name
     # Longer runs compete with their like, and the best of many short evaluations is not that of few long ones.
-    of_one_run = RESUMABLE - {"total_timesteps", "eval_every", "eval_episodes"} | {"seed"}
+    of_one_run = (RESUMABLE - {"total_timesteps", "eval_every", "eval_episodes"}) | {"seed"}
     settings = {name: value for name, value in asdict(args).items() if name not in of_one_run}
     config_hash = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     folder = logdir.parent / "best" / f"{args.env_id.replace('/', '_')}__{config_hash}"
@@ -1323,14 +1328,16 @@ class Interrupt:
         signals = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
             signals.append(signal.SIGHUP)
-        self.previous = {s: signal.signal(s, self) for s in signals}
+        self.previous = {}
+        if threading.current_thread() is threading.main_thread():  # Python sets handlers nowhere else
+            self.previous = {s: signal.signal(s, self) for s in signals}
 
     def __call__(self, signum: int, frame: Any) -> None:
         if self.signum is not None:
             self.restore()
             raise KeyboardInterrupt
         self.signum = signum
-        if os.environ.get("RANK", "0") == "0":  # not print: the signal may have come in the middle of one
+        if own_rank() == 0:  # not print: the signal may have come in the middle of one
             with contextlib.suppress(OSError):  # nobody may be listening any more
                 os.write(2, b"\nstopping after this update; once more to stop at once\n")
 
@@ -1348,7 +1355,7 @@ class Ranks:
     """
 
     def __init__(self, args: Args) -> None:
-        self.rank, self.size = int(os.environ.get("RANK", 0)), world_size()
+        self.rank, self.size = own_rank(), world_size()
         self.device = torch.device(args.device)
         if self.size > 1:
             # Others wait while rank 0 evaluates, and that may take longer than the 30 minutes of the default.
@@ -1628,6 +1635,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def own_rank() -> int:
+    """The number of this process among those of the run, from 0 on."""
+    return int(os.environ["RANK"]) if world_size() > 1 else 0
+
+
 def require_one_process(what: str) -> None:
     """Raise UsageError if torchrun has started several processes, each of which would do the same."""
     if world_size() > 1:
@@ -1770,7 +1782,7 @@ def main(argv: list[str]) -> int:
     except (UsageError, FloatingPointError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None and error.errno != errno.ENOSPC:
             raise  # not about a file
-        if not isinstance(error, UsageError) or os.environ.get("RANK", "0") == "0":
+        if not isinstance(error, UsageError) or own_rank() == 0:
             print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
 

@@ -35,6 +35,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from collections import Counter
@@ -801,8 +802,9 @@ def learn(
             minibatches = [x[:, ranks.rank :: ranks.size] for x in minibatches]
             epoch: list[torch.Tensor] = []
             for i in range(0, args.num_minibatches, per_call):
-                epoch += take_steps([x[i : i + per_call] for x in minibatches])
-                if len(epoch) < i + per_call:  # --target-kl was exceeded
+                steps = take_steps([x[i : i + per_call] for x in minibatches])
+                epoch += steps
+                if len(steps) < per_call:  # --target-kl was exceeded
                     break
             check_gradients(postmortem, epoch, minibatches)
             step_metrics += epoch
@@ -1107,8 +1109,9 @@ def judge_baseline(args: SearchArgs, base: Args) -> dict[str, Any]:
 def search(args: SearchArgs) -> int | None:
     """Search for the workflow of the largest return: GP-UCB over all 120 orders, a policy trained for each order tried.
 
-    Writes history.json, search.csv, search.png and one run folder per order; a search that was killed, be it in the
-    middle of an order's training, goes on with --resume. Returns the signal that ended it early, if one did.
+    Writes history.json, search.csv, search.png, training.log, and a run folder for each order and the shared policy. A
+    search that was killed, be it in the middle of an order's training, goes on with --resume. Returns the signal that
+    ended it early, if one did.
     """
     validate_search(args)
     base = search_base(args)
@@ -1338,7 +1341,7 @@ class PlayArgs:
     logdir: str | None = None
     """run folder; may be left out if --checkpoint is a path"""
     checkpoint: str = "best"
-    """best, latest, or the path of a checkpoint"""
+    """best, latest, another file of the run folder, or a path"""
     episodes: int = 5
     """episodes to play against each red agent"""
     stochastic: bool = False
@@ -1654,7 +1657,7 @@ def update_leaderboard(logdir: Path, args: Args, score: float | list[float], ste
     """
     logdir = logdir.resolve()  # "." has no name
     # Longer runs compete with their like, and the best of many short evaluations is not that of few long ones.
-    of_one_run = RESUMABLE - {"total_timesteps", "eval_every", "eval_episodes"} | {"seed"}
+    of_one_run = (RESUMABLE - {"total_timesteps", "eval_every", "eval_episodes"}) | {"seed"}
     settings = {name: value for name, value in asdict(args).items() if name not in of_one_run}
     config_hash = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     folder = logdir.parent / "best" / f"{args.env_id.replace('/', '_')}__{config_hash}"
@@ -1786,14 +1789,16 @@ class Interrupt:
         signals = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
             signals.append(signal.SIGHUP)
-        self.previous = {s: signal.signal(s, self) for s in signals}
+        self.previous = {}
+        if threading.current_thread() is threading.main_thread():  # Python sets handlers nowhere else
+            self.previous = {s: signal.signal(s, self) for s in signals}
 
     def __call__(self, signum: int, frame: Any) -> None:
         if self.signum is not None:
             self.restore()
             raise KeyboardInterrupt
         self.signum = signum
-        if os.environ.get("RANK", "0") == "0":  # not print: the signal may have come in the middle of one
+        if own_rank() == 0:  # not print: the signal may have come in the middle of one
             with contextlib.suppress(OSError):  # nobody may be listening any more
                 os.write(2, b"\nstopping after this update; once more to stop at once\n")
 
@@ -1811,7 +1816,7 @@ class Ranks:
     """
 
     def __init__(self, args: Args) -> None:
-        self.rank, self.size = int(os.environ.get("RANK", 0)), world_size()
+        self.rank, self.size = own_rank(), world_size()
         self.device = torch.device(args.device)
         if self.size > 1:
             # Others wait while rank 0 evaluates, and that may take longer than the 30 minutes of the default.
@@ -2079,6 +2084,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def own_rank() -> int:
+    """The number of this process among those of the run, from 0 on."""
+    return int(os.environ["RANK"]) if world_size() > 1 else 0
+
+
 def require_one_process(what: str) -> None:
     """Raise UsageError if torchrun has started several processes, each of which would do the same."""
     if world_size() > 1:
@@ -2239,7 +2249,7 @@ def main(argv: list[str]) -> int:
     except (UsageError, FloatingPointError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None and error.errno != errno.ENOSPC:
             raise  # not about a file
-        if not isinstance(error, UsageError) or os.environ.get("RANK", "0") == "0":
+        if not isinstance(error, UsageError) or own_rank() == 0:
             print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
 

@@ -33,6 +33,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -57,8 +58,9 @@ from torch.utils.tensorboard import SummaryWriter
 import envs.queueing  # noqa: F401  (registers TwoQueue-v0)
 from envs.mujoco_batch import TASKS, MujocoBatchVecEnv
 from envs.normalize import NormalizeObservation, NormalizeReward
-from envs.save_state import get_vector_state, make, set_vector_state
+from envs.save_state import make
 from envs.subproc_vec_env import SubprocVecEnv
+from envs.vector_state import get_vector_state, set_vector_state
 
 SCRIPT = Path(__file__).stem
 FORMAT = "ppo_continuous_mujoco/2"  # what a checkpoint holds; a copy of the script keeps it
@@ -797,8 +799,9 @@ def learn(
             minibatches = [x[:, ranks.rank :: ranks.size] for x in minibatches]
             epoch: list[torch.Tensor] = []
             for i in range(0, args.num_minibatches, per_call):
-                epoch += take_steps([x[i : i + per_call] for x in minibatches])
-                if len(epoch) < i + per_call:  # --target-kl was exceeded
+                steps = take_steps([x[i : i + per_call] for x in minibatches])
+                epoch += steps
+                if len(steps) < per_call:  # --target-kl was exceeded
                     break
             check_gradients(postmortem, epoch, minibatches)
             step_metrics += epoch
@@ -914,7 +917,7 @@ class PlayArgs:
     logdir: str | None = None
     """run folder; may be left out if --checkpoint is a path"""
     checkpoint: str = "best"
-    """best, latest, or the path of a checkpoint"""
+    """best, latest, another file of the run folder, or a path"""
     episodes: int = 5
     """episodes to play"""
     stochastic: bool = False
@@ -1136,7 +1139,7 @@ def update_leaderboard(logdir: Path, args: Args, score: float | list[float], ste
     """
     logdir = logdir.resolve()  # "." has no name
     # Longer runs compete with their like, and the best of many short evaluations is not that of few long ones.
-    of_one_run = RESUMABLE - {"total_timesteps", "eval_every", "eval_episodes"} | {"seed"}
+    of_one_run = (RESUMABLE - {"total_timesteps", "eval_every", "eval_episodes"}) | {"seed"}
     settings = {name: value for name, value in asdict(args).items() if name not in of_one_run}
     config_hash = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     folder = logdir.parent / "best" / f"{args.env_id.replace('/', '_')}__{config_hash}"
@@ -1268,14 +1271,16 @@ class Interrupt:
         signals = [signal.SIGINT, signal.SIGTERM]
         if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as it is under nohup
             signals.append(signal.SIGHUP)
-        self.previous = {s: signal.signal(s, self) for s in signals}
+        self.previous = {}
+        if threading.current_thread() is threading.main_thread():  # Python sets handlers nowhere else
+            self.previous = {s: signal.signal(s, self) for s in signals}
 
     def __call__(self, signum: int, frame: Any) -> None:
         if self.signum is not None:
             self.restore()
             raise KeyboardInterrupt
         self.signum = signum
-        if os.environ.get("RANK", "0") == "0":  # not print: the signal may have come in the middle of one
+        if own_rank() == 0:  # not print: the signal may have come in the middle of one
             with contextlib.suppress(OSError):  # nobody may be listening any more
                 os.write(2, b"\nstopping after this update; once more to stop at once\n")
 
@@ -1293,7 +1298,7 @@ class Ranks:
     """
 
     def __init__(self, args: Args) -> None:
-        self.rank, self.size = int(os.environ.get("RANK", 0)), world_size()
+        self.rank, self.size = own_rank(), world_size()
         self.device = torch.device(args.device)
         if self.size > 1:
             # Others wait while rank 0 evaluates, and that may take longer than the 30 minutes of the default.
@@ -1561,6 +1566,11 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", 1))
 
 
+def own_rank() -> int:
+    """The number of this process among those of the run, from 0 on."""
+    return int(os.environ["RANK"]) if world_size() > 1 else 0
+
+
 def require_one_process(what: str) -> None:
     """Raise UsageError if torchrun has started several processes, each of which would do the same."""
     if world_size() > 1:
@@ -1742,7 +1752,7 @@ def main(argv: list[str]) -> int:
     except (UsageError, FloatingPointError, OSError) as error:
         if isinstance(error, OSError) and error.filename is None and error.errno != errno.ENOSPC:
             raise  # not about a file
-        if not isinstance(error, UsageError) or os.environ.get("RANK", "0") == "0":
+        if not isinstance(error, UsageError) or own_rank() == 0:
             print(f"error: {error}", file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
 

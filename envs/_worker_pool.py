@@ -407,7 +407,9 @@ class WorkerPool:
             cause = f"exited with code {exit_code}"
         first, last = worker.env_indices[0], worker.env_indices[-1]
         where = f"none of its environments {first} to {last} running"
-        if running != IDLE:
+        if name == "construction":  # a worker that begins cannot say yet which; RUNNING may be of its predecessor
+            where = f"of one of its environments {first} to {last}"
+        elif running != IDLE:
             where = f"in {self._describe(running)}"
         self.failure = f"Worker {worker.index} (process {pid}) {cause} during {name}, {where}.\n{trace}".rstrip()
         error = WorkerError.of_kind(multiprocessing.TimeoutError if hung else None, self.failure)
@@ -427,7 +429,8 @@ class WorkerPool:
     def close(self, timeout: float | None = None, terminate: bool = False) -> None:
         """End all workers: let environments close for `timeout` (default 2) seconds, or not at all; then kill.
 
-        In a forked child, just let go of what it has inherited.
+        A worker at work is waited for; one that hangs does not keep the others' environments from closing. In a forked
+        child, just let go of what it has inherited.
         """
         if self.shared is not None:
             self.shared.close()
@@ -438,27 +441,26 @@ class WorkerPool:
                     worker.crash_pipe.close()
             return
         deadline = time.monotonic() + (CLOSE_SECONDS if timeout is None else timeout)
-        living = [] if terminate else [worker for worker in self.workers if worker.started]
-        pending = [worker for worker in living if worker.pending]
-        for worker in pending:
-            worker.deadline = math.inf
-        while pending:
-            try:
-                self.collect("close", pending, max(0.0, deadline - time.monotonic()))
-            except WorkerError:  # of one of them; the others may still finish
-                pending = [worker for worker in pending if worker.started and worker.pending]
-            except multiprocessing.TimeoutError:
+        waiting = [] if terminate else [worker for worker in self.workers if worker.started]
+        closing: list[Worker] = []
+        while waiting:
+            for worker in waiting:
+                worker.deadline = math.inf  # no longer that of its command
+                with contextlib.suppress(WorkerError, multiprocessing.TimeoutError):
+                    self.collect("close", [worker], min(LIVENESS_SECONDS, max(0.0, deadline - time.monotonic())))
+                if worker.started and not worker.pending:
+                    self._ask_to_close(worker)
+                    closing.append(worker)
+            waiting = [worker for worker in waiting if worker.started and worker.pending]
+            if time.monotonic() >= deadline:
                 break
-            else:
-                break
-        for worker in living:
-            if worker.started and not worker.pending:
-                if worker.control is not None:
-                    worker.control[COMMAND] = MESSAGE
-                worker.go.release()
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-                    worker.pipe.send(("close", None))
-        for worker in living:
-            if worker.started and not worker.pending:
-                worker.process.join(max(0.0, deadline - time.monotonic()))
+        for worker in closing:
+            worker.process.join(max(0.0, deadline - time.monotonic()))
         self._end_all()
+
+    def _ask_to_close(self, worker: Worker) -> None:
+        if worker.control is not None:
+            worker.control[COMMAND] = MESSAGE
+        worker.go.release()
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            worker.pipe.send(("close", None))

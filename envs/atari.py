@@ -15,6 +15,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
+from gymnasium.error import ResetNeeded
 from gymnasium.spaces import Box
 from gymnasium.wrappers import AtariPreprocessing, StickyAction
 
@@ -92,6 +93,7 @@ class AtariGame(gym.Wrapper):
         self._begins_with_fire = self._game.get_action_meanings()[FIRE] == "FIRE"
         self._frames = np.zeros((frame_stack, SIDE, SIDE), np.uint8)
         self._lives = 0
+        self._playing = False
 
     @property
     def spec(self) -> None:  # type: ignore[override]
@@ -104,6 +106,7 @@ class AtariGame(gym.Wrapper):
             frame, _, _, _, info = self.env.step(FIRE)
         self._lives = info["lives"]
         self._frames[:] = frame
+        self._playing = True
         return self._frames.copy(), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
@@ -111,9 +114,15 @@ class AtariGame(gym.Wrapper):
 
         Raises:
             ValueError: it is none of the game's actions.
+            ResetNeeded: no game is being played.
         """
         count = int(self.action_space.n)  # type: ignore[attr-defined]
-        number = operator.index(action) if isinstance(action, int | np.integer | np.ndarray) else -1
+        if not self._playing:
+            raise ResetNeeded("call reset() before step()")
+        try:
+            number = operator.index(action)
+        except TypeError:
+            number = -1
         _require(0 <= number < count, f"action {action}: this game takes the integers 0 to {count - 1}")
         frame, reward, terminated, truncated, info = self.env.step(number)
         life_lost = info["lives"] < self._lives
@@ -121,6 +130,7 @@ class AtariGame(gym.Wrapper):
         if life_lost and self._begins_with_fire and not (terminated or truncated):
             frame, points, terminated, truncated, _ = self.env.step(FIRE)
             reward = float(reward) + float(points)
+        self._playing = not (terminated or truncated)
         self._frames[:-1] = frame if life_lost else self._frames[1:]  # detail 20
         self._frames[-1] = frame
         return self._frames.copy(), reward, terminated, truncated, {"life_lost": True} if life_lost else {}
@@ -139,6 +149,7 @@ class AtariGame(gym.Wrapper):
             "last_screens": [screen.copy() for screen in self._last_screens],
             "frames": self._frames.copy(),
             "lives": self._lives,
+            "playing": self._playing,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -155,7 +166,7 @@ class AtariGame(gym.Wrapper):
         for screen, saved in zip(self._last_screens, state["last_screens"], strict=True):
             screen[:] = saved
         self._frames[:] = state["frames"]
-        self._lives = state["lives"]
+        self._lives, self._playing = state["lives"], state["playing"]
 
 
 def _require(condition: bool, message: str) -> None:

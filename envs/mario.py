@@ -336,9 +336,10 @@ def _weigh(terms: RewardTerms, pixels: int, ticks: int, goal: bool, death: bool)
 
 def _parse_stages(stage: str) -> tuple[str, ...]:
     """Return the stages an option names, for example ("1-1", "2-1") for "1-1,2-1"."""
+    allowed = "choose among 1-1 to 8-4 (several as '1-1,2-1'), 'random' or 'full'"
+    _require(isinstance(stage, str), f"stage={stage!r}: {allowed}")
     stages = STAGES if stage == "random" else tuple(stage.replace(" ", "").split(","))
     for name in stages:
-        allowed = "choose among 1-1 to 8-4 (several as '1-1,2-1'), 'random' or 'full'"
         _require(name in STAGES or name == "full", f"stage={stage!r}: {allowed}")
     return stages
 

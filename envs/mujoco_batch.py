@@ -109,7 +109,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         self._ended = np.zeros(num_envs, np.bool_)  # episodes that wait for their reset; none in SAME_STEP
         self._position = self._task.position()
         self._restored_obs: Array | None = None  # between set_state() and a step: what was returned last
-        self._generators = [seeding.np_random()[0] for _ in range(num_envs)]
+        self._generators, self._seeds = map(list, zip(*(seeding.np_random() for _ in range(num_envs)), strict=True))
         self._everywhere = np.ones(num_envs, np.bool_)
         self._everywhere.flags.writeable = False
         self._masks: Infos = {}
@@ -138,12 +138,22 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         mask = mask.copy()  # it becomes part of the infos
         for n, own_seed in enumerate(seeds or ()):
             if mask[n] and own_seed is not None:
-                self._generators[n] = seeding.np_random(own_seed)[0]
+                self._generators[n], self._seeds[n] = seeding.np_random(own_seed)
         self._begin_episodes(mask)
         self._ready_in = self._process
         if self._restored_obs is not None:
             self._restored_obs[mask] = self._task.observe()[mask]
         return self._last_obs(), self._merge((self._task.reset_info(), mask))
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The seed of every environment's random generator; -1 where `set_state` has replaced it."""
+        return tuple(self._seeds)
+
+    @property  # type: ignore[misc]
+    def np_random(self) -> tuple[np.random.Generator, ...]:  # type: ignore[override]
+        """Every environment's random generator."""
+        return tuple(self._generators)
 
     def step(self, actions: Array) -> tuple[Array, Array, Array, Array, Infos]:
         """Apply actions (N, number of actuators) for `frame_skip` substeps of the physics.
@@ -264,6 +274,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         self._elapsed, self._ended = state["elapsed"].copy(), state["ended"].copy()
         for generator, saved in zip(self._generators, state["generators"], strict=True):
             generator.bit_generator.state = saved
+        self._seeds = [-1] * self.num_envs
         self._ready_in = self._process if state["was_reset"] else None
 
     def render(self) -> tuple[Any, ...] | None:

@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
-from envs.save_state import get_vector_state, set_vector_state
+from envs.vector_state import get_vector_state, set_vector_state
 
 Gather = Callable[[np.ndarray], list[np.ndarray]]  # an array in each of several processes -> the arrays of all
 

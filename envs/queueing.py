@@ -21,10 +21,11 @@ class TwoQueueEnv(gymnasium.Env):
     """Observation: the two backlogs, float32 (2,). Action: Discrete(2) or, with `continuous=True`, Box (1,)
     whose sign chooses the queue. Reward: -(backlog of queue 0 + backlog of queue 1) after the step, in jobs.
 
-    Raises ValueError if a probability lies outside [0, 1] or the load is 1 or more: queues then grow under any policy.
+    Raises ValueError if a probability lies outside [0, 1], if the load is 1 or more (queues then grow under any
+    policy), and for a render mode or an action that does not exist.
     """
 
-    metadata: dict[str, Any] = {"render_modes": ["ansi"]}
+    metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}
 
     def __init__(
         self,
@@ -45,6 +46,8 @@ class TwoQueueEnv(gymnasium.Env):
             )
         self.observation_space = spaces.Box(0.0, np.inf, (2,), np.float32)
         self.action_space: spaces.Space = spaces.Box(-1.0, 1.0, (1,), np.float32) if continuous else spaces.Discrete(2)
+        if render_mode not in (None, *self.metadata["render_modes"]):
+            raise ValueError(f"render_mode={render_mode!r}: choose 'ansi' or None.")
         self.continuous = continuous
         self.render_mode = render_mode
         self.backlog = np.zeros(2, dtype=np.int64)
@@ -56,6 +59,8 @@ class TwoQueueEnv(gymnasium.Env):
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         queue = int(action[0] > 0) if self.continuous else int(action)
+        if queue not in (0, 1):
+            raise ValueError(f"action {action}: the queues are 0 and 1.")
         draws = self.np_random.random(3)
         if self.backlog[queue] > 0 and draws[0] < self.service_probs[queue]:
             self.backlog[queue] -= 1

@@ -2,7 +2,7 @@
 
 An environment can be saved if some layer of it has `get_state()` and `set_state(state)`, or if it is a `MujocoEnv`,
 and if `plain_attributes` can save the wrappers around that layer. `make` is `gymnasium.make` with the state of all
-layers made accessible; `get_vector_state` and `set_vector_state` handle whole vector environments, ours or Gymnasium's.
+layers made accessible; `envs.vector_state` handles whole vector environments.
 """
 
 from __future__ import annotations
@@ -14,10 +14,8 @@ import gymnasium as gym
 import mujoco
 import numpy as np
 from gymnasium.envs.mujoco import MujocoEnv
-from gymnasium.vector import AutoresetMode, VectorEnv
 
-from envs._subproc_worker import NoState, plain, plain_attributes, restored, set_attributes, state_layers
-from envs._worker_pool import WorkerError
+from envs._plain_state import NoState, plain, plain_attributes, restored, set_attributes, state_layers
 from envs.mujoco_batch import without_deprecation_note
 
 INTEGRATION = mujoco.mjtState.mjSTATE_INTEGRATION  # coordinates, velocities, controls, warm start
@@ -105,35 +103,3 @@ def _arrays(data: mujoco.MjData) -> dict[str, np.ndarray]:
     """The numerical arrays of a simulation by name, as live views."""
     arrays = {name: getattr(data, name) for name in dir(data) if not name.startswith("_")}
     return {name: a for name, a in arrays.items() if isinstance(a, np.ndarray) and a.dtype.kind in "fiu" and a.size}
-
-
-def get_vector_state(vec_env: VectorEnv) -> Any:
-    """The state of a vector environment, ours or Gymnasium's over environments from `make`; None if it has none.
-
-    Gymnasium's have one in SAME_STEP only: in other modes they do not tell which environments wait for their reset.
-    """
-    if hasattr(vec_env, "get_state"):
-        try:
-            return vec_env.get_state()
-        except NoState as error:
-            # Of a worker's report only the environment's own words, which are the same each time: shown once.
-            own_words = error.errors[0].message if isinstance(error, WorkerError) else str(error)
-            warnings.warn(own_words, stacklevel=2)
-            return None
-    if vec_env.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
-        return None
-    if not hasattr(vec_env, "get_attr"):  # a vector wrapper of Gymnasium's
-        warnings.warn(f"{vec_env} cannot be saved, because it lacks get_state() and set_state(state).", stacklevel=2)
-        return None
-    states = list(vec_env.get_attr("state"))
-    return None if any(state is None for state in states) else states
-
-
-def set_vector_state(vec_env: VectorEnv, state: Any) -> bool:
-    """Restore what `get_vector_state` returned. Returns False if there was nothing to restore."""
-    if state is None:
-        return False
-    if hasattr(vec_env, "set_state"):
-        return vec_env.set_state(state) is not False  # our wrappers report on the environments inside
-    vec_env.set_attr("state", state)  # type: ignore[attr-defined]
-    return True

@@ -19,9 +19,10 @@ from gymnasium.envs.mujoco.inverted_pendulum_v5 import InvertedPendulumEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import vector as vector_wrappers
 
-from envs._subproc_worker import NoState
-from envs.save_state import SaveState, get_vector_state, make, set_vector_state
+from envs._plain_state import NoState
+from envs.save_state import SaveState, make
 from envs.subproc_vec_env import SubprocVecEnv
+from envs.vector_state import get_vector_state, set_vector_state
 from tests.known_values import PoisonEnv
 
 

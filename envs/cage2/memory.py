@@ -10,7 +10,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
 from .scenario import ACTION_NAMES, DECOY_CHECKS, DECOY_FITS, DECOYS, EXPLOITS, HOSTS, LISTENING
@@ -36,60 +36,68 @@ REDUCED_HOSTS = [HOSTS.index(h) for h in ("Defender", "Enterprise0", "Enterprise
 WORKFLOW_HOSTS = [h for h, name in enumerate(HOSTS) if name != "User0"]
 
 
+# The columns of a memory. Traces are 1 when something happens and fade: one of each kind for each host, then, which do
+# not fade, whether a host was ever scanned and exploited, then the decoys ordered since the last Restore; two clocks.
+NUM_HOSTS = len(HOSTS)
+KINDS = ("Analyse", "Remove", "Restore", "Scan", "Exploit")
+TRACES = slice(0, len(KINDS) * NUM_HOSTS)
+SEEN = slice(3 * NUM_HOSTS, 5 * NUM_HOSTS)  # the traces of Scan and Exploit
+EVER = slice(TRACES.stop, TRACES.stop + 2 * NUM_HOSTS)
+DECOYS_UP = slice(EVER.stop, EVER.stop + len(DECOY_SLOTS))
+CLOCKS = slice(DECOYS_UP.stop, DECOYS_UP.stop + 2)
+MEMORY_SIZE = CLOCKS.stop
+
+# A trace m moves by m <- m FADE[action], then up to SET[action] where that is more: what an action leaves behind is a
+# row of a table. START is the memory of an episode that begins.
+FADE = np.ones((len(ACTION_NAMES), MEMORY_SIZE), np.float32)
+FADE[:, TRACES] = 0.8
+FADE[:, CLOCKS] = 0.7, 0.95
+SET = np.zeros((len(ACTION_NAMES), MEMORY_SIZE), np.float32)
+for action, (verb, host) in enumerate(VERB_AND_HOST):
+    if verb in KINDS:
+        SET[action, KINDS.index(verb) * NUM_HOSTS + host] = 1
+    for slot, (slot_host, d) in enumerate(DECOY_SLOTS):
+        if host == slot_host and verb == "Restore":
+            FADE[action, DECOYS_UP.start + slot] = 0
+        if host == slot_host and verb == f"Decoy{DECOYS[d].name}":
+            SET[action, DECOYS_UP.start + slot] = 1
+START = np.zeros(MEMORY_SIZE, np.float32)
+START[CLOCKS] = 1
+
+# SLOTS_OF[h]: which slots are of host h. NEXT_DECOY[h, k]: the action that starts its decoy k, or again the last one.
+SLOTS_OF = np.array([[h == host for h, _ in DECOY_SLOTS] for host in range(NUM_HOSTS)], np.float32)
+_STARTERS = [[VERB_AND_HOST.index((f"Decoy{DECOYS[d].name}", h)) for h, d in DECOY_SLOTS if h == host]
+             for host in range(NUM_HOSTS)]  # fmt: skip
+_LONGEST = max(map(len, _STARTERS))
+NEXT_DECOY = np.array([(starters + starters[-1:] * (_LONGEST + 1))[: _LONGEST + 1] for starters in _STARTERS])
+
+
 class Memory(VectorWrapper):
     """What Blue has seen and done in this episode, as further inputs; and its reduced actions as the game's own.
 
     Everything is computed from Blue's own observations and actions, which a real defender would have too. For each
     host: how long ago it was last seen scanned, seen exploited, analysed, cleaned and restored (a trace that is 1 then
     and fades), whether it was ever scanned and exploited, which decoys were ordered since its last Restore; and how
-    long the episode has lasted (two fading traces). A trace m moves by m <- m FADE[action], then up to SET[action]
-    where that is more: the memory of an action is a row of a table.
+    long the episode has lasted (two fading traces). `FADE` and `SET` say how each action moves them.
 
     With `memory` False observations stay as they are; without `reduced_to`, the hosts of the reduced actions, so do
-    actions. With `horizon` the episode terminates after so many steps, and the share of them that has passed is an
-    input too.
-    """
+    actions. With `horizon`, which must be the games' `max_steps`, their limit is a termination, and the share of it
+    that has passed is an input too.
 
-    FADING = 0.8  # of traces, per step
-    KINDS = ("Analyse", "Remove", "Restore", "Scan", "Exploit")
+    Raises ValueError for environments that do not restart within the step that ends an episode (SAME_STEP).
+    """
 
     def __init__(
         self, env: VectorEnv, memory: bool, reduced_to: Sequence[int] = (), horizon: int | None = None
     ) -> None:
         super().__init__(env)
+        if env.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
+            raise ValueError("Memory needs environments that restart in the last step of an episode (SAME_STEP).")
         self.memory, self.reduced_to, self.horizon = memory, np.array(reduced_to, int), horizon
-        self.plain = np.array([VERB_AND_HOST.index((verb, h)) for verb in self.KINDS[:3] for h in reduced_to], int)
-        hosts, slots = len(HOSTS), len(DECOY_SLOTS)
-        self.traces = slice(0, len(self.KINDS) * hosts)
-        self.seen = slice(3 * hosts, 5 * hosts)  # the traces of Scan and Exploit
-        self.ever = slice(5 * hosts, 7 * hosts)
-        self.decoys = slice(7 * hosts, 7 * hosts + slots)
-        self.clocks = slice(7 * hosts + slots, 7 * hosts + slots + 2)
-        size = self.clocks.stop
-        self.fade = np.ones((len(ACTION_NAMES), size), np.float32)
-        self.fade[:, self.traces] = self.FADING
-        self.fade[:, self.clocks] = 0.7, 0.95
-        self.set = np.zeros((len(ACTION_NAMES), size), np.float32)
-        for action, (verb, host) in enumerate(VERB_AND_HOST):
-            if verb in self.KINDS:
-                self.set[action, self.KINDS.index(verb) * hosts + host] = 1
-            for slot, (slot_host, d) in enumerate(DECOY_SLOTS):
-                if host == slot_host and verb == "Restore":
-                    self.fade[action, self.decoys.start + slot] = 0
-                if host == slot_host and verb == f"Decoy{DECOYS[d].name}":
-                    self.set[action, self.decoys.start + slot] = 1
-        self.start = np.zeros(size, np.float32)
-        self.start[self.clocks] = 1
-        self.now = np.tile(self.start, (self.num_envs, 1))  # (num_envs, size)
+        self.plain = np.array([VERB_AND_HOST.index((verb, h)) for verb in KINDS[:3] for h in reduced_to], int)
+        self.now = np.tile(START, (self.num_envs, 1))  # (num_envs, MEMORY_SIZE)
         self.steps = np.zeros(self.num_envs, np.float32)
-
-        # next_decoy[h, k]: the action that starts decoy k of host h, with the last one repeated at the end.
-        self.slots_of = np.array([[h == host for h, _ in DECOY_SLOTS] for host in range(hosts)], np.float32)
-        starters = [[VERB_AND_HOST.index((f"Decoy{DECOYS[d].name}", h)) for h, d in DECOY_SLOTS if h == host]
-                    for host in range(hosts)]  # fmt: skip
-        longest = max(map(len, starters))
-        self.next_decoy = np.array([(s + s[-1:] * (longest + 1))[: longest + 1] for s in starters])
-        extra = size * memory + (horizon is not None)
+        extra = MEMORY_SIZE * memory + (horizon is not None)
         obs_dim = env.single_observation_space.shape[0] + extra  # type: ignore[index]
         self.single_observation_space = gym.spaces.Box(0.0, 1.0, (obs_dim,), np.float32)
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
@@ -102,9 +110,9 @@ class Memory(VectorWrapper):
         if not self.reduced_to.size:
             return actions
         hosts = self.reduced_to[actions % len(self.reduced_to)]  # the order is by verb, then by host
-        standing = (self.now[:, self.decoys] * self.slots_of[hosts]).sum(-1).astype(int)
+        standing = (self.now[:, DECOYS_UP] * SLOTS_OF[hosts]).sum(-1).astype(int)
         plain = self.plain[np.minimum(actions, len(self.plain) - 1)]
-        return np.where(actions < len(self.plain), plain, self.next_decoy[hosts, standing])
+        return np.where(actions < len(self.plain), plain, NEXT_DECOY[hosts, standing])
 
     def inputs(self, obs: np.ndarray) -> np.ndarray:
         """(num_envs, 52) -> (num_envs, obs_dim)."""
@@ -115,7 +123,7 @@ class Memory(VectorWrapper):
         if "reset_mask" in (options or {}):
             raise ValueError("Memory restarts each episode in its last step: leave options['reset_mask'] out.")
         obs, infos = self.env.reset(seed=seed, options=options)
-        self.now[:], self.steps[:] = self.start, 0
+        self.now[:], self.steps[:] = START, 0
         return self.inputs(obs), infos
 
     def step(self, actions: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]:
@@ -128,9 +136,9 @@ class Memory(VectorWrapper):
             seen = obs.copy()
             seen[ended] = np.stack(infos["final_obs"][ended])
         activity = seen[:, 0::4] - seen[:, 1::4], seen[:, 1::4]  # bits 10 Scan, 11 Exploit
-        self.now *= self.fade[actions]
-        np.maximum(self.now, self.set[actions], out=self.now)
-        for part in (self.seen, self.ever):
+        self.now *= FADE[actions]
+        np.maximum(self.now, SET[actions], out=self.now)
+        for part in (SEEN, EVER):
             np.maximum(self.now[:, part], np.concatenate(activity, axis=1), out=self.now[:, part])
         self.steps += 1
         if ended.size:
@@ -138,7 +146,7 @@ class Memory(VectorWrapper):
             infos["final_obs"] = infos["final_obs"].copy()
             for n in ended:
                 infos["final_obs"][n] = final[n]
-            self.now[ended], self.steps[ended] = self.start, 0
+            self.now[ended], self.steps[ended] = START, 0
         if self.horizon:  # the limit is then the end of the game, and no cut
             terminated, truncated = truncated, terminated
         return self.inputs(obs), rewards, terminated, truncated, infos

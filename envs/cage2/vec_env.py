@@ -1,6 +1,6 @@
 """Cage2VecEnv: many CAGE Challenge 2 games as one `gymnasium.vector.VectorEnv`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -109,6 +109,7 @@ class Cage2VecEnv(VectorEnv):
         self._free_tape = simulator.free_tape(self.num_envs)
         self._make_views()
         self._needs_reset = True
+        self._seeds = [-1] * self.num_envs
         self._seed(simulator.system_seed() if seed is None else seed)
 
     def _make_views(self) -> None:
@@ -126,12 +127,21 @@ class Cage2VecEnv(VectorEnv):
         return view
 
     def _seed(self, seed: int | Sequence[int | None]) -> None:
-        seeds = range(seed, seed + self.num_envs) if isinstance(seed, int | np.integer) else list(seed)
-        if len(seeds) != self.num_envs or any(s is not None and s < 0 for s in seeds):
+        seeds: list[int | None] = list(seed) if isinstance(seed, Iterable) else []
+        if isinstance(seed, int | np.integer):
+            seeds = [int(seed) + n for n in range(self.num_envs)]
+        valid = all(s is None or (isinstance(s, int | np.integer) and s >= 0) for s in seeds)
+        if len(seeds) != self.num_envs or not valid:
             raise ValueError(f"seed must be a whole number >= 0 or {self.num_envs} of them, but it is {seed!r}.")
         for n, s in enumerate(seeds):
             if s is not None:
                 simulator.seed_states(self._states[n : n + 1], [s])
+                self._seeds[n] = int(s)
+
+    @property
+    def np_random_seed(self) -> tuple[int, ...]:  # type: ignore[override]
+        """The seed of every environment's random numbers; -1 where `set_state` has replaced them."""
+        return tuple(self._seeds)
 
     def true_state(self) -> dict[str, np.ndarray]:
         """What really holds in every environment, as read-only views of the running game (nothing is copied).
@@ -241,6 +251,7 @@ class Cage2VecEnv(VectorEnv):
     def set_state(self, state: Mapping[str, Any]) -> None:
         """Go on from a state saved by an environment with the same settings."""
         load_states(self._states, state)
+        self._seeds = [-1] * self.num_envs
         self._needs_reset = not self._states["sessions"].any()  # in every game that has begun, Red has a foothold
 
     def render(self) -> tuple[Any, ...] | None:

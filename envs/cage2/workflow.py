@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
 from .scenario import ACTION_NAMES, HOSTS
@@ -121,12 +121,17 @@ class WorkflowEnv(VectorWrapper):
 
     The infos of `env` must hold `game_actions` (N,), what was done in terms of the game. The true state is that of
     `true_state` or, for environments in other processes, the `clearable` of their infos.
+
+    Raises ValueError for a workflow that does not exist, and for environments that do not restart within the step that
+    ends an episode (SAME_STEP).
     """
 
     RECENT = 5  # episodes of each environment that `is_compliant` looks at
 
     def __init__(self, env: VectorEnv, workflow: str = "any", alignment: float = 30.0) -> None:
         super().__init__(env)
+        if env.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
+            raise ValueError("WorkflowEnv needs environments that restart in the last step of an episode (SAME_STEP).")
         self.workflow = None if workflow == "any" else parse_workflow(workflow)
         self.alignment = alignment
         self.follow_infos = not hasattr(env.unwrapped, "true_state")
