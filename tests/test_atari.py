@@ -108,7 +108,7 @@ def test_every_life_begins_with_fire_and_the_game_goes_on_to_the_last() -> None:
 
 @needs_ale
 def test_a_game_without_fire_and_lives_loses_none() -> None:
-    env = AtariGame("ALE/Freeway-v5", max_episode_steps=20)
+    env = AtariGame("ALE/Freeway-v5", noop_max=0, max_episode_steps=20)
     env.reset(seed=0)
     seen = [env.step(1) for _ in range(19)]
     assert [info for *_, info in seen] == [{}] * 19
@@ -173,6 +173,14 @@ def test_equal_seeds_give_equal_games_and_others_do_not() -> None:
 def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(options)).replace("skip", "frame_skip")):
         AtariGame("ALE/Pong-v5", **options)
+
+
+@needs_ale
+def test_the_flags_of_the_games_reach_them(tmp_path: Path) -> None:
+    flags = {"frame_stack": 2, "skip": 3, "noop_max": 5, "sticky_action_probability": 0.5}
+    env: Any = script.make_env(tiny(tmp_path, **flags))
+    known = (len(env.reset()[0]), env.env.frame_skip, env.env.noop_max, env.env.env.repeat_action_probability)
+    assert known == tuple(flags.values())
 
 
 @needs_ale

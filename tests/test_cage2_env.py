@@ -24,7 +24,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from envs.cage2 import ACTION_NAMES, DRAW_NAMES, HOSTS, NUM_ACTIONS, RED_AGENTS, Cage2Env, Cage2VecEnv, simulator
+from envs.cage2.memory import Memory
 from envs.cage2.render import describe
+from envs.cage2.workflow import WorkflowEnv
 from envs.subproc_vec_env import SubprocVecEnv
 
 MIXTURE = {"b_line": 0.5, "meander": 0.4, "sleep": 0.1}
@@ -273,6 +275,23 @@ def test_constructor_seed_and_reset_seed_agree_and_later_resets_go_on() -> None:
     assert_same(rollout(first, actions), rollout(second, actions))
     first.reset()
     assert any((a[3] != b[3]).any() for a, b in zip(rollout(first, actions), rollout(second, actions), strict=True))
+
+
+def test_seeds_are_known_and_wrong_ones_refused() -> None:
+    vec = Cage2VecEnv(3, "sleep", seed=4)
+    vec.reset(seed=[None, 9, None])
+    assert vec.np_random_seed == (4, 9, 6)
+    for wrong in (1.5, -1, [1, 2], [1, 2.5, 3], "abc"):
+        with pytest.raises(ValueError, match="seed must be a whole number >= 0 or 3 of them"):
+            vec.reset(seed=wrong)
+    vec.set_state(vec.get_state())
+    assert vec.np_random_seed == (-1, -1, -1)
+
+
+@pytest.mark.parametrize("wrapper", [partial(Memory, memory=True), WorkflowEnv])
+def test_what_reads_final_observations_needs_environments_that_restart_at_once(wrapper: Any) -> None:
+    with pytest.raises(ValueError, match="restart in the last step of an episode"):
+        wrapper(SyncVectorEnv([Cage2Env]))
 
 
 @pytest.mark.parametrize("red_agent", [*RED_AGENTS, MIXTURE])

@@ -11,7 +11,7 @@ from tests import cage2_replay
 
 SAMPLE = Path(__file__).parent / "data" / "cage2_sample"
 SHARED = Path(__file__).parents[2] / "shared" / "cage2" / "traces"
-RECORDINGS = sorted((SHARED if SHARED.is_dir() else SAMPLE).glob("*.npz"))
+RECORDINGS = sorted(SHARED.glob("*.npz")) or sorted(SAMPLE.glob("*.npz"))
 
 
 @pytest.mark.parametrize("recording", RECORDINGS, ids=lambda path: path.stem)

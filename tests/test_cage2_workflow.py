@@ -9,11 +9,10 @@ import math
 import os
 import re
 import signal
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +26,7 @@ from envs.cage2 import ACTION_NAMES, HOSTS, workflow
 from tests.conftest import ROOT, assert_same, spy
 from tests.test_cage2_script import tiny_args
 from tests.test_distributed import assert_close_runs, run_ranks, tiny
-from tests.test_resume import fork, wait
+from tests.test_resume import fork, rows, wait, wait_until
 
 USER_FIRST = "user,defender,enterprise,op_server,op_host"
 USER_LAST = "defender,enterprise,op_server,op_host,user"
@@ -302,6 +301,10 @@ def test_alignment_telescopes_to_lambda_times_the_last_compliance() -> None:
         earned = [float(env.step(np.array([action(fix)]))[4]["alignment"][0]) for fix in fixes]
         np.testing.assert_allclose(earned, [0, 30, -15, 0, 5, 2.5], atol=1e-9)
         assert sum(earned) == pytest.approx(22.5)
+    for _ in fixes:
+        env.step(np.array([action("Restore User1")]))
+    # the early stop judges the last five episodes, the newest first
+    assert env.recent[0].tolist() == [[4, 4, 5, 1], [3, 3, 4, 1], [3, 3, 4, 1], [0] * 4, [0] * 4]
 
 
 def test_an_episode_without_a_judged_fix_costs_a_fifth_of_lambda() -> None:
@@ -451,7 +454,7 @@ def test_without_workflows_nothing_changes(cage2: ModuleType) -> None:
 
 
 def test_training_stops_when_compliance_is_confirmed(
-    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a threshold of 0, which any policy meets: after 3 episodes of each environment, not before."""
     evaluate = cage2.evaluate
@@ -462,8 +465,10 @@ def test_training_stops_when_compliance_is_confirmed(
     assert result["compliant"]
     assert result["global_step"] == 600  # three rollouts of 25 steps hold three episodes of 20
     assert (tmp_path / "run" / "best.pt").exists()
-    again = cage2.train(tiny_args(cage2, tmp_path / "run", resume=True, **values))
-    assert again["global_step"] == 600
+    interrupt = SimpleNamespace(signum=signal.SIGTERM)  # leaves a run that has stopped by itself complete
+    again = cage2.train(tiny_args(cage2, tmp_path / "run", resume=True, **values), interrupt)
+    assert (again["global_step"], again["signal"]) == (600, signal.SIGTERM)
+    assert "compliance confirmed" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_the_confirmed_policy_is_the_best_whatever_its_return(
@@ -508,27 +513,16 @@ def killed_after_saves(cage2: ModuleType, saves: int, work: Callable[[], Any]) -
     return dying
 
 
-def test_a_killed_run_with_workflows_resumes_to_the_same_bits(cage2: ModuleType, tmp_path: Path) -> None:
-    def args(name: str, **values: Any) -> Any:
-        return tiny_args(cage2, tmp_path / name, workflow="any", total_timesteps=4000, save_every=400,
-                         eval_every=2000, red_agent="b_line", **values)  # fmt: skip
-
-    assert wait(fork(lambda: cage2.train(args("whole"))["signal"], tmp_path / "out")) == 0
-    child = fork(killed_after_saves(cage2, 4, lambda: cage2.train(args("broken"))), tmp_path / "out")
-    assert wait(child) == -signal.SIGKILL
-    assert 0 < cage2.load_latest(tmp_path / "broken", "cpu")["counters"]["global_step"] < 4000
-    assert wait(fork(lambda: cage2.train(args("broken", resume=True))["signal"], tmp_path / "out")) == 0
-    whole, broken = (cage2.load_checkpoint(tmp_path / name / "latest.pt") for name in ("whole", "broken"))
-    for key in ("agent", "optimizer", "ranks"):
-        assert_same(broken[key], whole[key], key)
-    for file in ("progress.csv", "eval.csv"):
-        assert (tmp_path / "broken" / file).read_text() == (tmp_path / "whole" / file).read_text()
-
-
-def test_two_ranks_with_workflows_learn_what_one_process_would(cage2: ModuleType, tmp_path: Path) -> None:
-    """Each environment has the orders it would have; metrics and the early stop are of all environments."""
-    values = {"workflow": "any", "red_agent": "b_line", "total_timesteps": 300, "num_steps": 25}
-    cage2.train(tiny(cage2, tmp_path / "one", **values))
+def test_two_ranks_with_workflows_learn_what_one_process_would(
+    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each environment has the orders it would have; metrics and the early stop are of all environments; those of
+    one rank alone have too few judged fixes for it."""
+    evaluate = cage2.evaluate
+    monkeypatch.setattr(cage2, "evaluate", lambda *a, **k: evaluate(*a, **k) | {"compliance": 1.0})
+    values = {"workflow": "any", "red_agent": "b_line", "total_timesteps": 300, "max_steps": 5,
+              "compliance_threshold": 0.0, "min_episodes": 10}  # fmt: skip
+    assert cage2.train(tiny(cage2, tmp_path / "one", **values))["global_step"] == 200
     output = tmp_path / "output.txt"
     codes = run_ranks(2, lambda: cage2.train(tiny(cage2, tmp_path / "two", **values))["signal"], output)
     assert codes == [0, 0], output.read_text()
@@ -703,7 +697,7 @@ def test_a_search_killed_in_the_middle_of_an_order_goes_on_and_ends_alike(
     whole, broken = tmp_path / "whole", tmp_path / "broken"
 
     def work(logdir: Path, **values: Any) -> Callable[[], int | None]:
-        return lambda: cage2.search(search_args(cage2, logdir, shared, **values))
+        return lambda: cage2.search(search_args(cage2, logdir, shared, n_workflows=3, **values))
 
     assert wait(fork(work(whole), tmp_path / "out")) == 0
     # The first order saves six times, so this is in the middle of the second one's training.
@@ -717,11 +711,11 @@ def test_a_search_killed_in_the_middle_of_an_order_goes_on_and_ends_alike(
     assert wait(fork(work(broken, resume=True), tmp_path / "out")) == 0
     ended, unbroken = (json.loads((d / "history.json").read_text())["history"] for d in (broken, whole))
     assert_same(without_times(ended), without_times(unbroken))
-    assert len({entry["workflow"] for entry in ended}) == 4
+    assert len({entry["workflow"] for entry in ended}) == 3
     for entry in ended:
         name = Path(entry["checkpoint"]).parent.name
         assert_same(*(cage2.load_checkpoint(d / name / "latest.pt")["agent"] for d in (broken, whole)))
-    assert len((broken / "search.csv").read_text().splitlines()) == 5
+    assert len((broken / "search.csv").read_text().splitlines()) == 4
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -733,9 +727,7 @@ def test_a_signal_ends_a_search_in_the_middle_of_an_order_and_it_can_go_on(
              "--n-workflows", "1"]  # fmt: skip
     begin = ["search", "--logdir", str(logdir), "--shared", str(shared), "--train-episodes-per-env", "100000", *flags]
     pid = fork(lambda: cage2.main(begin), output)
-    deadline = time.monotonic() + 100
-    while not any(logdir.glob("001_*/timing.csv")) and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_until(pid, lambda: any(logdir.glob("001_*/timing.csv")), output)
     os.kill(pid, signum)
     assert wait(pid) == code
     text = output.read_text()
@@ -744,10 +736,9 @@ def test_a_signal_ends_a_search_in_the_middle_of_an_order_and_it_can_go_on(
     assert json.loads((logdir / "history.json").read_text())["history"] == []  # the order is not done
     (order,) = logdir.glob("001_*")
     updates = cage2.load_latest(order, "cpu")["counters"]["update"]
-    assert updates == len((order / "progress.csv").read_text().splitlines()) - 1 >= 1
+    assert updates == rows(order) >= 1
     pid = fork(lambda: cage2.main(["search", "--resume", "--logdir", str(logdir)]), output)
-    while len((order / "progress.csv").read_text().splitlines()) - 1 <= updates and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_until(pid, lambda: rows(order) > updates, output)
     os.kill(pid, signum)
     assert wait(pid) == code
     assert cage2.load_latest(order, "cpu")["counters"]["update"] > updates
@@ -859,6 +850,7 @@ def test_another_baseline_is_judged_anew_and_under_the_searchs_own_rules(
     same = replace(trained, red_agent=run.red_agent, green=True, version=run.version, max_steps=run.max_steps,
                    num_envs=1, eval_episodes=args.eval_episodes)  # fmt: skip
     assert first["baseline"]["mean_return"] == cage2.judge(same, plain)["mean_return"]
+    assert first["baseline"]["mean_return"] != cage2.judge(replace(same, green=False), plain)["mean_return"]
     other = cage2.load_checkpoint(plain)
     other["agent"] = {name: 0.5 * tensor for name, tensor in other["agent"].items()}
     cage2.save_checkpoint(tmp_path / "other.pt", other)

@@ -24,7 +24,7 @@ import torch
 
 from envs.normalize import RunningMeanStd
 from tests.conftest import ROOT, assert_same, load_script
-from tests.test_resume import fork, wait
+from tests.test_resume import fork, rows, wait, wait_for_updates
 
 # Two updates of 64 or 100 transitions, in minibatches of a half; the second update shows that the ranks' weights,
 # statistics and random numbers stayed equal.
@@ -244,21 +244,13 @@ def survivors(pids: list[int], seconds: float = 5) -> list[int]:
     return pids
 
 
-def wait_for_updates(process: subprocess.Popen[str], logdir: Path, updates: int) -> None:
-    deadline = time.monotonic() + 90
-    while not (logdir / "progress.csv").exists() or (logdir / "progress.csv").read_text().count("\n") <= updates:
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
 @pytest.mark.timeout(240)
-def test_a_rank_that_dies_stops_all_within_30_seconds_and_the_run_goes_on(
+def test_a_rank_that_dies_stops_all_within_30_seconds_and_the_run_goes_on_until_sigterm_saves_and_ends_all(
     continuous: ModuleType, tmp_path: Path
 ) -> None:
-    flags = ("--vec-env", "subproc", "--total-timesteps", "1000000")
-    process = torchrun(continuous, tmp_path / "run", *flags)
-    wait_for_updates(process, tmp_path / "run", 3)
+    logdir, flags = tmp_path / "run", ("--vec-env", "subproc", "--total-timesteps", "1000000")
+    process = torchrun(continuous, logdir, *flags)
+    wait_for_updates(process, logdir, 3)
     ranks = [pid for pid in children(process.pid) if "--configs" in Path(f"/proc/{pid}/cmdline").read_text()]
     members = family(process.pid)
     assert len(ranks) == 2
@@ -270,11 +262,17 @@ def test_a_rank_that_dies_stops_all_within_30_seconds_and_the_run_goes_on(
     assert process.returncode != 0
     assert "SIGKILL" in output, output
     assert survivors(members) == []
-    reached = torch.load(tmp_path / "run" / "latest.pt", weights_only=True)["counters"]["global_step"]
-    process = torchrun(continuous, tmp_path / "run", *flags, "--resume", "--total-timesteps", str(reached + 512))
-    output = process.communicate(timeout=120)[0]
-    assert process.returncode == 0, output
+    reached = torch.load(logdir / "latest.pt", weights_only=True)["counters"]["global_step"]
+    updates = rows(logdir) + 3
+    process = torchrun(continuous, logdir, *flags, "--resume", "--save-every", "0")
+    wait_for_updates(process, logdir, updates)
+    members = family(process.pid)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    assert survivors(members) == []
     assert f"continuing after step {reached:,}" in output
+    assert "continue with --resume" in output
+    assert torch.load(logdir / "latest.pt", weights_only=True)["counters"]["update"] >= updates
 
 
 @pytest.mark.timeout(240)
@@ -291,15 +289,3 @@ def test_a_mistake_in_one_rank_is_shown_with_its_traceback(continuous: ModuleTyp
     assert process.returncode != 0
     assert "AssertionError: planted" in output
     assert bug in output
-
-
-@pytest.mark.timeout(240)
-def test_sigterm_to_torchrun_saves_and_ends_all(continuous: ModuleType, tmp_path: Path) -> None:
-    process = torchrun(continuous, tmp_path / "run", "--total-timesteps", "1000000", "--save-every", "0")
-    wait_for_updates(process, tmp_path / "run", 3)
-    members = family(process.pid)
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=60)[0]
-    assert survivors(members) == []
-    assert "continue with --resume" in output
-    assert torch.load(tmp_path / "run" / "latest.pt", weights_only=True)["counters"]["update"] >= 3

@@ -19,8 +19,8 @@ import torch.distributed.run
 
 from docs import exercises, figures
 from docs import reinforce as corridor
-from tests.conftest import ROOT, load_script
-from tests.test_ppo_math import gae
+from tests.conftest import ROOT, load_script, make_sample
+from tests.test_ppo_math import column, gae
 
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
@@ -379,11 +379,22 @@ def test_the_policy_loss_of_a_run_whose_return_rose() -> None:
 
 
 def test_small_numbers_of_the_pages() -> None:
-    assert 1 / math.sqrt(2 * math.pi * math.e) == pytest.approx(0.242, abs=5e-4)  # ppo.md: the entropy is 0
-    decay = 0.99 * 0.95  # parallel.md: half after 12 steps, below 1 % after 76
-    assert decay**11 > 0.5 > decay**12
-    assert decay**75 > 0.01 > decay**76
-    assert math.log(36) == pytest.approx(3.58, abs=0.005)  # metrics.md
+    continuous, cage2 = (load_script(ROOT / name) for name in SCRIPTS[:2])
+    ppo, parallel, metrics = ((DOCS / name).read_text() for name in ("ppo.md", "parallel.md", "metrics.md"))
+
+    assert "*negative* for $\\sigma$ below 0.242," in ppo
+    samples = [make_sample(continuous, log_std_init=math.log(sigma)) for sigma in (0.2415, 0.2425)]
+    negative, positive = (float(x.agent.get_action_and_value(x.obs, x.actions)[2].mean().detach()) for x in samples)
+    assert negative < 0 < positive
+
+    assert re.search(r"residual has halved after\s12 steps and falls below 1 % after 76\.", parallel)
+    residuals = column(*[0.0] * 99, 1.0)
+    weights = gae(continuous, residuals, torch.zeros_like(residuals), 0.0, 0.99, 0.95)[0].flip(0)
+    assert [int((weights > bound).sum()) for bound in (0.5, 0.01)] == [12, 76]
+
+    assert "ln 36 = 3.58 for CAGE 2's reduced actions" in metrics
+    actions = cage2.make_envs(cage2.Args(num_envs=1)).single_action_space.n
+    assert (actions, round(math.log(actions), 2)) == (36, 3.58)
 
 
 # ---- exercises ------------------------------------------------------------------------------------------------------

@@ -173,6 +173,33 @@ def test_what_is_learnt_from_is_the_action_that_was_taken(watched: Watched) -> N
     assert sorted(learnt) == sorted((value, *action) for value, action in zip(values, taken.tolist(), strict=True))
 
 
+def test_a_reward_that_is_not_finite_stops_the_run_before_the_weights(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the fourth step of the second rollout; the checkpoint is that of the first update."""
+    values = COMMON | RUNS[domain(Path(str(script.__file__)))] | {"save_every": 1, "logdir": str(tmp_path)}
+    args = with_args(script, **values)
+    args.total_timesteps = 2 * args.batch_size
+    make_envs, number = script.make_envs, itertools.count()
+
+    def make_broken(*given: Any, **options: Any) -> Any:
+        vec_env = make_envs(*given, **options)
+        step = vec_env.step
+
+        def broken_step(actions: Any) -> Any:
+            obs, rewards, *others = step(actions)
+            broken = next(number) == args.num_steps + 3
+            return obs, np.where([False, broken, *[False] * (len(rewards) - 2)], np.nan, rewards), *others
+
+        vec_env.step = broken_step
+        return vec_env
+
+    monkeypatch.setattr(script, "make_envs", make_broken)
+    with pytest.raises(FloatingPointError, match="rewards of environment 1: a number is not finite at step 3"):
+        script.train(args)
+    assert script.load_checkpoint(tmp_path / "latest.pt")["counters"]["update"] == 1
+
+
 def test_learning_rate_and_entropy_bonus_decay_where_they_are_used(watched: Watched) -> None:
     """Of two updates the second is made with half of each."""
     args, half = watched.args, len(watched.rates) // 2

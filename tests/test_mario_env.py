@@ -137,6 +137,7 @@ def test_observation_shapes(fceumm: str, obs: str, stack: int | None, shape: tup
         ({"stage": "1-1,5"}, "choose among 1-1 to 8-4"),
         ({"backend": "snes"}, "nes_py"),
         ({"action_set": "all"}, "right_only, simple, complex"),
+        ({"stage": 11}, "choose among 1-1 to 8-4"),
         ({"obs": "rgb84"}, "gray64"),
         ({"frame_stack": 0}, "at least 1"),
         ({"skip": 0}, "skip=0"),

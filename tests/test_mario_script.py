@@ -7,14 +7,13 @@ What all scripts have in common is tested in test_ppo_math.py.
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import math
 import os
+import re
+import runpy
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,8 +28,10 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import ppo_atari_mario as mario
-from tests.conftest import ROOT, assert_same, spy
+from envs.mario_game import MarioGame
+from tests.conftest import spy
 from tests.test_mario_env import GOAL_RUNS, NOOP, RUN, decode, require
+from tests.test_resume import fork, rows, wait, wait_until
 
 BACKENDS = ["nes_py", "fceumm"]
 ENTROPIES = [  # of seven actions, nats
@@ -69,14 +70,6 @@ def pictures(batch_size: int, channels: int = 4, side: int = 64) -> torch.Tensor
     return torch.from_numpy(rng.integers(0, 256, (batch_size, channels, side, side), dtype=np.uint8))
 
 
-def without_consoles(state: Any) -> Any:
-    """A checkpoint's part less the emulators' own bytes: FCEUmm's hold the phase of a noise that is only heard. That
-    what they play is the same, the frames, rewards and weights show."""
-    if isinstance(state, dict):
-        return {key: without_consoles(value) for key, value in state.items() if key != "core"}
-    return [without_consoles(value) for value in state] if isinstance(state, list) else state
-
-
 class Scripted(torch.nn.Module):
     """An agent that plays given actions, `moves[t]` at step t (a number for all environments, or one for each)."""
 
@@ -87,6 +80,11 @@ class Scripted(torch.nn.Module):
 
     def get_action(self, obs: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
         return torch.as_tensor(next(self.moves)).expand(len(obs))
+
+
+def scores(success_rate: float = 0.0, mean_return: float = 0.0) -> dict[str, Any]:
+    """What an evaluation returns."""
+    return {"success_rate": success_rate, "mean_return": mean_return, "std_return": 0, "mean_length": 1, "frames": []}
 
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
@@ -163,6 +161,34 @@ def test_a_missing_emulator_is_named_with_what_to_install(
     monkeypatch.setattr("envs.nes_core.available_backends", list)
     assert mario.main(["--backend", "fceumm"]) == 2
     assert "pip install --no-deps stable-retro" in capsys.readouterr().err
+
+
+def test_the_program_exits_with_the_code_of_main(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", [str(mario.__file__), "--skip", "0"])
+    with pytest.raises(SystemExit, match=r"^2$"):
+        runpy.run_path(str(mario.__file__), run_name="__main__")
+
+
+@pytest.mark.parametrize(("limit", "probed"), [(0, 48), (6, 6), (100, 48)])
+def test_explain_evaluates_for_no_longer_than_its_three_updates(
+    limit: int, probed: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A game of Mario's may last for minutes."""
+    limits: list[int] = []
+
+    def evaluate(agent: Any, args: mario.Args, **options: Any) -> dict[str, Any]:
+        limits.append(args.max_episode_steps)
+        return scores()
+
+    monkeypatch.setattr(mario, "evaluate", evaluate)
+    monkeypatch.setattr(mario, "plot_curves", lambda logdir: None)
+    values = TINY | {"max_episode_steps": limit, "logdir": tmp_path / "run"}
+    assert mario.main(["--explain", *command_line(values)]) == 0
+    assert limits == [probed] * 2
+    output = capsys.readouterr().out
+    assert "Mario-1-1: 4 updates of 16 transitions (2 environments x 8 steps)" in output
+    assert re.search(r"[\d,]+ steps/s in a probe: about \d+\.\d minutes without the evaluations", output)
+    assert not (tmp_path / "run").exists()
 
 
 # ---- agent ----------------------------------------------------------------------------------------------------------
@@ -330,34 +356,6 @@ def test_a_finished_folder_is_not_overwritten(run: Path) -> None:
         mario.train(tiny(run, resume=True, gamma=0.9))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_killed_run_resumes_bit_for_bit(backend: str, tmp_path: Path) -> None:
-    """kill -9 somewhere in the middle of episodes, resume: the weights, the optimiser and the log are those of a run
-    that nobody killed. The game's state, the sticky actions' random numbers and the frame stacks must all be back."""
-    require(backend)
-    values = {"backend": backend, "max_episode_steps": 0, "stuck_steps": 15, "total_timesteps": 96, "eval_every": 0}
-    whole = mario.train(tiny(tmp_path / "whole", capture_video=False, **values))
-    killed = tmp_path / "killed"
-    argv = [sys.executable, str(mario.__file__), "--no-capture-video"]
-    argv += command_line(TINY | values | {"logdir": killed, "total_timesteps": 96})
-    process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while not (killed / "progress.csv").exists() or len((killed / "progress.csv").read_text().splitlines()) < 3:
-        assert process.poll() is None, "the run ended before it could be killed"
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    before = mario.load_latest(killed, "cpu")["counters"]["update"]
-    assert 1 <= before < 6
-    resumed = mario.train(mario.parse_args(["--resume", "--logdir", str(killed)]))
-    assert resumed["update"] == whole["update"] == 6
-    first, second = (mario.load_checkpoint(tmp_path / name / "latest.pt") for name in ("whole", "killed"))
-    for part in ("agent", "optimizer", "ranks"):
-        assert_same(without_consoles(second[part]), without_consoles(first[part]), part)
-    assert (killed / "progress.csv").read_text() == (tmp_path / "whole" / "progress.csv").read_text()
-
-
 @pytest.mark.parametrize(("probabilities", "entropy"), ENTROPIES)
 def test_the_policys_entropy_is_that_of_its_probabilities(probabilities: list[float], entropy: float) -> None:
     agent = make_agent(feature_dim=16)
@@ -375,16 +373,6 @@ def test_a_network_fed_with_colours_last_refuses() -> None:
     assert agent.get_value(pictures(32, channels=3)).shape == (32,)
     with pytest.raises(RuntimeError, match="expected input"):
         agent.get_value(pictures(32, channels=3).permute(0, 2, 3, 1))
-
-
-def test_progress_counted_from_wherever_mario_walks_to_pays_for_walking_in_place() -> None:
-    """The guide clips each step's progress at 0 and moves its reference left with Mario, so that 0 -> 10 -> 0, fifty
-    times and once more to 10, earns 510 for 10 pixels. Ours counts ground not reached before
-    (test_walking_to_and_fro_earns_nothing plays it)."""
-    places = [0] + [10, 0] * 50 + [10]
-    of_the_guide = sum(max(0, after - before) for before, after in itertools.pairwise(places))
-    ground = np.diff(np.maximum.accumulate(places)).sum()
-    assert (of_the_guide, ground) == (510, 10)
 
 
 @pytest.mark.slow
@@ -452,6 +440,18 @@ def test_a_rollouts_success_rate_is_the_share_of_its_episodes_that_reach_the_fla
     assert progress["rollout/success_rate"].item() == pytest.approx(1 / progress["rollout/resets"].item())
 
 
+def test_a_flag_in_the_step_of_the_time_limit_is_no_success_of_the_whole_game(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MarioGame, "frame", lambda game, buttons: (False, True, False))  # a flag in every frame
+    monkeypatch.setattr(mario, "plot_curves", lambda logdir: None)
+    values = {"env_id": "Mario-full", "noop_max": 0, "total_timesteps": 16, "minibatch_growth": 1}
+    mario.train(tiny(tmp_path / "run", capture_video=False, **values))
+    progress, evaluation = (mario.read_csv(tmp_path / "run" / name) for name in ("progress.csv", "eval.csv"))
+    assert progress["rollout/episodic_return"] == evaluation["eval/mean_return"] == pytest.approx(6 * 5)  # six flags
+    assert progress["rollout/success_rate"] == evaluation["eval/success_rate"] == 0
+
+
 def test_a_rollout_stores_pictures_as_bytes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """32 x 128 pictures of (3, 64, 64) are 48 MiB as bytes and would be 192 as floats."""
     assert 32 * 128 * 3 * 64 * 64 == 48 * 2**20
@@ -461,20 +461,37 @@ def test_a_rollout_stores_pictures_as_bytes(tmp_path: Path, monkeypatch: pytest.
     assert {minibatch[0].dtype for (_, minibatch, _), _ in calls} == {torch.uint8}
 
 
+def test_the_best_policy_reaches_most_flags_and_among_those_the_highest_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With deterministic actions; what sampled ones earn is only logged."""
+    results = [(0.5, 10.0), (0.5, 20.0), (0.4, 99.0), (0.5, 15.0)]
+    remaining = iter(results)
+
+    def evaluate(agent: Any, args: Any, deterministic: bool = True, **options: Any) -> dict[str, Any]:
+        return scores(*next(remaining)) if deterministic else scores(0.9, 90.0)
+
+    monkeypatch.setattr(mario, "evaluate", evaluate)
+    monkeypatch.setattr(mario, "plot_curves", lambda logdir: None)
+    mario.train(tiny(tmp_path / "run", eval_every=16, capture_video=False))
+    logged = mario.read_csv(tmp_path / "run" / "eval.csv")
+    assert [*zip(logged["eval/success_rate"], logged["eval/mean_return"], strict=True)] == results
+    assert logged["eval_sampled/success_rate"].tolist() == [0.9] * 4
+    counters = mario.load_checkpoint(tmp_path / "run" / "best.pt")["counters"]
+    assert (counters["best_step"], counters["best_success_rate"], counters["best_return"]) == (32, 0.5, 20.0)
+    (index,) = tmp_path.glob("best/*/index.json")
+    assert [entry["score"] for entry in json.loads(index.read_text())] == [[0.5, 20.0]]
+
+
 def test_sigterm_saves_and_exits_with_143(tmp_path: Path) -> None:
-    argv = [sys.executable, str(mario.__file__), "--no-capture-video"]
-    argv += command_line(TINY | {"logdir": tmp_path / "run", "total_timesteps": 100_000, "eval_every": 0})
-    process = subprocess.Popen(argv, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "run" / "timing.csv").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGTERM)
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert "continue with --resume" in output
-    checkpoint = mario.load_checkpoint(tmp_path / "run" / "latest.pt")
-    rows = mario.read_csv(tmp_path / "run" / "progress.csv")["global_step"]
-    assert checkpoint["counters"]["global_step"] == rows[-1] >= 16
+    logdir, output = tmp_path / "run", tmp_path / "output.txt"
+    argv = command_line(TINY | {"logdir": logdir, "total_timesteps": 100_000, "eval_every": 0, "save_every": 0})
+    pid = fork(lambda: mario.main(["--no-capture-video", *argv]), output)
+    wait_until(pid, lambda: rows(logdir) > 0, output)
+    os.kill(pid, signal.SIGTERM)
+    assert wait(pid) == 128 + signal.SIGTERM
+    assert f"continue with --resume --logdir {logdir}" in output.read_text()
+    assert mario.load_checkpoint(logdir / "latest.pt")["counters"]["update"] == rows(logdir) < 6250
 
 
 def test_kept_checkpoints_and_the_remaining_options_train(tmp_path: Path) -> None:
@@ -532,12 +549,14 @@ def test_the_flag_counts_as_success(backend: str, tmp_path: Path) -> None:
     assert evaluation["lengths"][0] <= len(moves)
 
 
-def test_frames_stand_side_by_side_and_the_ended_episode_shows_its_last(tmp_path: Path) -> None:
+def test_an_ended_episode_earns_nothing_more_and_goes_on_showing_its_last_frame(tmp_path: Path) -> None:
     args = tiny(tmp_path, noop_max=0, sticky_action_probability=0.0, max_episode_steps=60, skip=4)
     agent: Any = Scripted([[RUN, NOOP]] * 60)  # the first runs into the first enemy, the second waits
     evaluation = mario.evaluate(agent, args, render_mode="rgb_array")
     end = evaluation["lengths"][0]
     assert end < 60 == evaluation["lengths"][1] == len(evaluation["frames"])
+    alone: Any = Scripted([RUN] * 60)
+    assert evaluation["returns"][0] == mario.evaluate(alone, mario.replace(args, eval_episodes=1))["returns"][0]
     assert evaluation["frames"][0].shape == (240, 2 * 256, 3)
     left = [frame[:, :256] for frame in evaluation["frames"]]
     assert not np.array_equal(left[0], left[end - 1])

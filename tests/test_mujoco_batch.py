@@ -318,6 +318,17 @@ def test_gymnasium_vector_wrappers_work_on_it() -> None:
     assert lengths == [9] * 12
 
 
+def test_seeds_and_generators_are_those_of_the_single_environments() -> None:
+    envs, reference = MujocoBatchVecEnv("Hopper-v5", 3, 1), SyncVectorEnv([lambda: gym.make("Hopper-v5")] * 3)
+    for vec_env in (envs, reference):
+        vec_env.reset(seed=[7, 8, 9])
+        vec_env.reset(seed=[None, 5, None])
+    assert envs.np_random_seed == reference.np_random_seed == (7, 5, 9)
+    assert [g.random() for g in envs.np_random] == [g.random() for g in reference.np_random]
+    envs.set_state(envs.get_state())
+    assert envs.np_random_seed == (-1, -1, -1)
+
+
 def test_mistakes_are_answered_in_one_sentence() -> None:
     with pytest.raises(ValueError, match="the closest is 'HalfCheetah-v5'"):
         MujocoBatchVecEnv("HalfCheeta-v5", 2)

@@ -53,6 +53,19 @@ def test_the_sign_of_a_continuous_action_chooses_the_queue() -> None:
         assert env.step(np.array(action, dtype=np.float32))[0].tolist() == left
 
 
+@pytest.mark.parametrize("action", [-1, 2])
+def test_there_are_two_queues(action: int) -> None:
+    env = TwoQueueEnv(continuous=False)
+    env.reset(seed=0)
+    with pytest.raises(ValueError, match=f"action {action}: the queues are 0 and 1"):
+        env.step(action)
+
+
+def test_an_unknown_render_mode_is_refused() -> None:
+    with pytest.raises(ValueError, match="render_mode='rgb_array': choose 'ansi' or None"):
+        TwoQueueEnv(render_mode="rgb_array")
+
+
 def test_an_empty_queue_stays_empty_when_served() -> None:
     env = TwoQueueEnv(arrival_probs=(0.0, 0.0), continuous=False)
     env.reset(seed=0)

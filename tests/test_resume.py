@@ -63,6 +63,27 @@ def wait(pid: int, seconds: float = 100) -> int:
     raise AssertionError(f"the child did not end within {seconds} s")
 
 
+def wait_until(pid: int, condition: Callable[[], bool], output: Path) -> None:
+    """Wait for `condition`; a child that ends before is a failure, and one that takes 100 s is killed."""
+    deadline = time.monotonic() + 100
+    while not condition():
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        done, status = os.waitpid(pid, os.WNOHANG)
+        assert not done, (status, output.read_text()[-2000:])
+        time.sleep(0.001)
+
+
+def wait_for_updates(process: subprocess.Popen[str], logdir: Path, updates: int) -> None:
+    """Wait until so many are logged; a process that ends before is a failure, and one that takes 100 s is ended."""
+    deadline = time.monotonic() + 100
+    while rows(logdir) < updates:
+        if time.monotonic() > deadline:
+            process.terminate()
+        assert process.poll() is None, process.communicate()[0]
+        time.sleep(0.01)
+
+
 def rows(logdir: Path) -> int:
     """Updates logged so far."""
     path = logdir / "progress.csv"
@@ -112,7 +133,7 @@ def quiet(continuous: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- kill -9 --------------------------------------------------------------------------------------------------------
 
 
-# Runs of some 20 updates, with a checkpoint after every second one; a script's first is the one killed most often.
+# Runs of some 20 updates, with a checkpoint after every second one.
 MUJOCO = {"num_envs": 4, "num_steps": 16, "total_timesteps": 24 * 64, "save_every": 128, "eval_every": 320}
 CAGE2 = {"num_envs": 4, "num_steps": 25, "total_timesteps": 24 * 100, "save_every": 200, "eval_every": 500,
          "max_steps": 20, "num_workers": 2}  # fmt: skip
@@ -142,13 +163,15 @@ KILLED: dict[str, dict[str, dict[str, Any]]] = {
 
 
 def cases() -> list[Any]:
-    """(script, kind, kills): each script's first kind is killed 20 times; of the others, 20 times is slow, and so is
-    each compiling."""
+    """(script, kind, kills): each script's first kind is killed more often than the others, but all 20 times where
+    that is slow; nes_py, which plays every episode again when it is restored, is slow at 20 too, and so is each
+    compiling."""
     params = []
     for name, kinds in KILLED.items():
         for i, kind in enumerate(kinds):
-            for kills in (20,) if i == 0 else (3,) if kind == "compiled" else (3, 20):
-                marks = [pytest.mark.slow] if kind == "compiled" or (i > 0 and kills == 20) else []
+            usual = 3 if i > 0 else 5 if kind == "nes_py" else 20
+            for kills in [usual] if kind == "compiled" else sorted({usual, 20}):
+                marks = [pytest.mark.slow] if kind == "compiled" or kills > usual else []
                 params.append(pytest.param(name, kind, kills, id=f"{name}-{kind}-{kills}", marks=marks))
     return params
 
@@ -182,12 +205,7 @@ def test_a_run_killed_at_random_moments_ends_as_the_unbroken_one(
         before = rows(logdir)
         pid = fork(lambda: train(logdir), output)
         target = min(before, 16) + rng.choice([0, 0, 1, 1, 2])  # some die before their first update is done
-        deadline = time.monotonic() + 100
-        while rows(logdir) < target or not (logdir / "latest.pt").exists():
-            done, status = os.waitpid(pid, os.WNOHANG)
-            assert not done, (status, output.read_text()[-2000:])
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_until(pid, lambda target=target: rows(logdir) >= target and (logdir / "latest.pt").exists(), output)
         time.sleep(rng.uniform(0, 0.05))
         os.kill(pid, signal.SIGKILL)
         if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL:
@@ -414,9 +432,7 @@ def test_a_signal_ends_the_run_cleanly_and_it_can_go_on(
         return continuous.main(argv)
 
     pid = fork(run, output)
-    deadline = time.monotonic() + 100
-    while rows(logdir) < 3 and time.monotonic() < deadline:
-        time.sleep(0.002)
+    wait_until(pid, lambda: rows(logdir) >= 3, output)
     os.kill(pid, signum)
     assert wait(pid) == code
     state = torch.load(logdir / "latest.pt", weights_only=True)
@@ -444,9 +460,7 @@ def test_ctrl_c_in_a_terminal_reaches_the_workers_too_and_all_is_saved(
              "--num-minibatches", "2", "--no-compile", "--logdir", str(tmp_path / "run")]  # fmt: skip
     process = subprocess.Popen([sys.executable, str(continuous.__file__), *flags], cwd=ROOT, stdout=subprocess.PIPE,
                                stderr=subprocess.STDOUT, text=True, start_new_session=True)  # fmt: skip
-    deadline = time.monotonic() + 100
-    while rows(tmp_path / "run") < 3 and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for_updates(process, tmp_path / "run", 3)
     os.killpg(process.pid, signal.SIGINT)
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 130, output
@@ -485,9 +499,7 @@ def test_a_second_interrupt_stops_at_once(continuous: ModuleType, quiet: None, t
         return continuous.main([*FLAGS.split(), "--logdir", str(logdir), "--total-timesteps", "640"])
 
     pid = fork(work, tmp_path / "output.txt")
-    deadline = time.monotonic() + 100
-    while not started.exists() and time.monotonic() < deadline:
-        time.sleep(0.002)
+    wait_until(pid, started.exists, tmp_path / "output.txt")
     os.kill(pid, signal.SIGINT)
     time.sleep(0.3)
     assert os.waitpid(pid, os.WNOHANG) == (0, 0)  # the first one waits for the update to be finished

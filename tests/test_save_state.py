@@ -214,6 +214,19 @@ def test_the_warning_says_what_is_missing() -> None:
     vec_env.close()
 
 
+class Opaque(PoisonEnv):
+    def get_state(self) -> dict[str, Any]:
+        return {"rng": np.random.default_rng()}
+
+
+def test_a_state_that_no_checkpoint_can_hold_is_refused_when_it_is_saved() -> None:
+    vec_env = SubprocVecEnv([Opaque])
+    vec_env.reset()
+    with pytest.warns(UserWarning, match="The state of Opaque holds a Generator, which cannot be saved"):
+        assert get_vector_state(vec_env) is None
+    vec_env.close()
+
+
 @pytest.mark.parametrize("vector", [AsyncVectorEnv, SyncVectorEnv])
 def test_gymnasiums_vector_environments_are_saved_only_where_no_reset_is_due(vector: Any) -> None:
     states = {}

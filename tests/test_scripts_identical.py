@@ -82,6 +82,17 @@ def test_the_same_name_is_the_same_text_unless_listed(name: str) -> None:
         assert texts[first] == texts[other], f"{name} of {first} and {other} differ, first in {changed[:1]}"
 
 
+def test_the_updates_of_the_loops_are_one_text() -> None:
+    """From the gathered batch to the log, but for what a domain adds: so what tests see of one loop holds for all."""
+    own = ("old_policy", "exact_kl", "no_grad", "shares =", "fixes")
+    sections = []
+    for text in definitions()["learn"].values():
+        section = text[text.index("b_obs, b_actions, b_log_probs") : text.index("# --- log")]
+        lines = section.replace("args.num_minibatches", "num_minibatches").splitlines()
+        sections.append([line for line in lines if not any(word in line for word in own)])
+    assert sections[0] == sections[1] == sections[2]
+
+
 def test_the_list_of_differences_names_only_what_is_shared() -> None:
     assert set(DIFFERENT) <= set(shared_names())
 

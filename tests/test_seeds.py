@@ -1,6 +1,7 @@
 """benchmarks/seeds.py: what was killed goes on, what is finished is not repeated, and the numbers are the right ones.
 
-Most tests run a stand-in for a script, of the same files and flags, whose updates take as long as the test needs.
+Most tests run a stand-in for a script, of the same files and flags, whose updates, but for the first, take the seconds
+in the environment variable DELAY.
 """
 
 from __future__ import annotations
@@ -34,18 +35,22 @@ if "--resume" in sys.argv:
     args, step = json.load(open(config))["args"], int(open(f"{logdir}/latest.pt").read())
 else:
     args = {"total_timesteps": 85, "num_envs": 2, "num_steps": 5, "seed": int(flags["--seed"])}
-    json.dump({"args": args, "delay": float(flags.get("--delay", 0))}, open(config, "w"))
+    json.dump({"args": args}, open(config, "w"))
     open(f"{logdir}/eval.csv", "w").write("global_step,eval/mean_return\\n")
     open(f"{logdir}/timing.csv", "w").write("global_step,time/seconds\\n")
 print(f"begins at {step} in {os.getpid()}", flush=True)
 while step < int(flags.get("--end", 80)) and not stop:
-    time.sleep(json.load(open(config))["delay"])
+    until = time.monotonic() + float(os.environ.get("DELAY", 0)) * (step > 0)
+    while time.monotonic() < until and not stop:
+        time.sleep(0.01)
     step += 10
     open(f"{logdir}/timing.csv", "a").write(f"{step},{step * 6}\\n")
     if step % 20 == 0:
         score = step * args["seed"] if step < 80 else 100 * args["seed"]
         open(f"{logdir}/eval.csv", "a").write(f"{step},{score}\\n")
     open(f"{logdir}/latest.pt", "w").write(str(step))
+if stop:
+    time.sleep(0.2 * args["seed"])  # so that runs do not end together
 sys.exit(128 + stop[0] if stop else 0)
 """
 
@@ -76,9 +81,9 @@ def run_main(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str
 
 
 def start(cwd: Path, *argv: str) -> subprocess.Popen[str]:
-    """The command line as a process of its own."""
+    """The command line as a process of its own, whose runs of the stand-in take half a minute."""
     line = [sys.executable, "-m", "benchmarks.seeds", *argv]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "DELAY": "5"}
     return subprocess.Popen(line, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -136,21 +141,21 @@ def test_finished_runs_are_not_repeated_and_new_seeds_are_added(stand_in: Path, 
 
 
 def test_two_commands_are_two_rows(stand_in: Path, run_main: Callable) -> None:
-    commands = ["--", "stand_in.py", "--delay", "0.001", "--", "stand_in.py", "--delay", "-0"]
+    commands = ["--", "stand_in.py", "--rate", "0.001", "--", "stand_in.py", "--rate", "-0"]
     assert run_main("--seeds", "3", "--folder", "runs", *commands)[0] == 0
-    data = json.loads(Path("runs/stand_in_--delay_0.001_and_1_more.json").read_text())["commands"]
-    assert list(data) == ["stand_in.py --delay 0.001", "stand_in.py --delay -0"]
+    data = json.loads(Path("runs/stand_in_--rate_0.001_and_1_more.json").read_text())["commands"]
+    assert list(data) == ["stand_in.py --rate 0.001", "stand_in.py --rate -0"]
     assert all(entry["final"]["scores"] == [300] for entry in data.values())
     assert all(entry["final"]["mean_interval"] is None for entry in data.values())
-    assert "1 seed is few" in Path("runs/stand_in_--delay_0.001_and_1_more.md").read_text()
+    assert "1 seed is few" in Path("runs/stand_in_--rate_0.001_and_1_more.md").read_text()
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_stops_the_runs_and_the_same_command_goes_on(
     signum: int, stand_in: Path, tmp_path: Path, run_main: Callable
 ) -> None:
-    arguments = ["--seeds", "1", "2", "3", "--parallel", "2", "--folder", "runs", "--", "stand_in.py", "--delay", "0.3"]
-    folder = tmp_path / "runs" / "stand_in_--delay_0.3"
+    arguments = ["--seeds", "1", "2", "3", "--parallel", "2", "--folder", "runs", "--", "stand_in.py"]
+    folder = tmp_path / "runs" / "stand_in"
     process = start(tmp_path, *arguments)
     wait_for(lambda: all((folder / f"seed_{seed}" / "latest.pt").exists() for seed in (1, 2)))
     process.send_signal(signum)
@@ -160,20 +165,18 @@ def test_a_signal_stops_the_runs_and_the_same_command_goes_on(
     assert not (folder / "seed_3").exists()
     for seed in (1, 2):
         assert not is_alive(pid_of(folder / f"seed_{seed}"))
-        config = folder / f"seed_{seed}" / "config.json"  # the rest of the runs need not be slow
-        config.write_text(config.read_text().replace("0.3", "0.0"))
     assert run_main(*arguments)[0] == 0
     for seed in (1, 2):
         first, second = beginnings(folder / f"seed_{seed}")
         assert (first, second % 10) == (0, 0)
         assert 10 <= second < 80
-    data = json.loads((tmp_path / "runs" / "stand_in_--delay_0.3.json").read_text())["commands"]
-    assert data["stand_in.py --delay 0.3"]["final"]["scores"] == [100, 200, 300]
+    data = json.loads((tmp_path / "runs" / "stand_in.json").read_text())["commands"]
+    assert data["stand_in.py"]["final"]["scores"] == [100, 200, 300]
 
 
 def test_a_run_whose_parent_was_killed_is_not_started_twice(stand_in: Path, tmp_path: Path, run_main: Callable) -> None:
-    arguments = ["--seeds", "1", "--folder", "runs", "--", "stand_in.py", "--delay", "0.4"]
-    folder = tmp_path / "runs" / "stand_in_--delay_0.4" / "seed_1"
+    arguments = ["--seeds", "1", "--folder", "runs", "--", "stand_in.py"]
+    folder = tmp_path / "runs" / "stand_in" / "seed_1"
     process = start(tmp_path, *arguments)
     wait_for(lambda: (folder / "latest.pt").exists())
     process.kill()
@@ -184,20 +187,21 @@ def test_a_run_whose_parent_was_killed_is_not_started_twice(stand_in: Path, tmp_
     assert "in use by another process" in err
     os.kill(pid_of(folder), signal.SIGKILL)
     wait_for(lambda: not is_alive(pid_of(folder)))
-    config = folder / "config.json"
-    config.write_text(config.read_text().replace("0.4", "0.0"))
     assert run_main(*arguments)[0] == 0
     assert len(beginnings(folder)) == 2
 
 
-def test_a_run_that_fails_is_named_and_stops_the_others(stand_in: Path, run_main: Callable) -> None:
-    commands = ["--", "stand_in.py", "--delay", "2", "--", "stand_in.py", "--wrong", "1"]
+def test_a_run_that_fails_is_named_and_stops_the_others(
+    stand_in: Path, run_main: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DELAY", "5")
+    commands = ["--", "stand_in.py", "--", "stand_in.py", "--wrong", "1"]
     began = time.monotonic()
     code, _, err = run_main("--seeds", "1", "2", "--parallel", "2", "--folder", "runs", *commands)
     assert code == 2
     assert err == "error: stand_in.py --wrong 1 --seed 1 ended with exit code 2: error: --wrong is wrong.\n"
-    assert not is_alive(pid_of(Path("runs/stand_in_--delay_2/seed_1")))
-    assert not Path("runs/stand_in_--delay_2/seed_2").exists()
+    assert not is_alive(pid_of(Path("runs/stand_in/seed_1")))
+    assert not Path("runs/stand_in/seed_2").exists()
     assert time.monotonic() - began < 60
 
 

@@ -26,7 +26,7 @@ from envs.subproc_vec_env import SubprocVecEnv, WorkerError
 CONTEXTS = ["fork", "forkserver", "spawn"]
 MODES = [AutoresetMode.NEXT_STEP, AutoresetMode.SAME_STEP, AutoresetMode.DISABLED]
 # The server then imports once what every worker needs, which makes these tests several times faster.
-multiprocessing.set_forkserver_preload(["tests.test_subproc_vec_env"])
+multiprocessing.set_forkserver_preload(["tests.test_subproc_vec_env", "tests.test_subproc_faults"])
 UNIT = Box(-np.inf, np.inf, (2,), np.float32)
 
 

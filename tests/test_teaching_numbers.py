@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -16,8 +18,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import with_args
+from tests.conftest import spy, with_args
+from tests.known_values import SmallEnv
 from tests.test_ppo_math import column, gae, table_loss
+
+Run = Callable[..., dict[str, Any]]
 
 # Two environments of three steps that end in a termination: rewards (3, 2), the same values in both.
 REWARDS = torch.tensor([[5.0, -8.0], [4.0, -7.0], [3.0, -5.0]])
@@ -70,13 +75,19 @@ def test_gae_over_the_interleaved_list_is_another_thing(script: ModuleType) -> N
     assert float(of_environment_0[0]) < 0 < float(advantages_of_the_example(script, 0.99, 0.95)[0, 0])
 
 
-def test_interleaved_order_and_minibatches_of_the_example() -> None:
-    """Flattening (steps, envs) puts the environments side by side; the example's two minibatches use each row once."""
-    names = np.array([[f"s{t}e{n}" for n in range(2)] for t in range(3)])
-    assert names.flatten().tolist() == ["s0e0", "s0e1", "s1e0", "s1e1", "s2e0", "s2e1"]
-    first, second = [2, 1, 5], [4, 3, 0]
-    assert sorted(first + second) == list(range(6))
-    assert names.flatten()[first].tolist() == ["s1e0", "s0e1", "s2e1"]
+def test_interleaved_order_and_minibatches_of_the_example(
+    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Flattening (steps, envs) puts the environments side by side: s0e0, s0e1, s1e0, ... Of that the example's
+    permutation makes two minibatches."""
+    gae_calls, calls = spy(monkeypatch, continuous, "compute_gae"), spy(monkeypatch, continuous, "ppo_gradients")
+    monkeypatch.setattr(torch, "randperm", lambda n, device: torch.tensor([2, 1, 5, 4, 3, 0]))
+    sizes = {"num_envs": 2, "num_steps": 3, "num_minibatches": 2, "total_timesteps": 6, "update_epochs": 1}
+    run_tiny(env_id="Target-v0", vec_env="sync", norm_adv=False, **sizes)
+    ((_, (advantages, _)),) = gae_calls
+    names = {float(advantages[t, n]): f"s{t}e{n}" for t in range(3) for n in range(2)}
+    minibatches = [[names[x] for x in minibatch[4].tolist()] for (_, minibatch, _), _ in calls]
+    assert minibatches == [["s1e0", "s0e1", "s2e1"], ["s2e0", "s1e1", "s0e0"]]
 
 
 def test_normalization_keeps_the_ranking_but_not_the_signs(script: ModuleType) -> None:
@@ -215,27 +226,34 @@ def test_a_ten_percent_likelier_action_earns_ten_percent_of_its_advantage(script
     assert before - after == pytest.approx(0.1 * 7.0, rel=1e-5)
 
 
+class Softmax(torch.nn.Module):
+    """A policy of these logits, whatever the observation."""
+
+    def __init__(self, logits: torch.Tensor) -> None:
+        super().__init__()
+        self.logits = torch.nn.Parameter(logits.clone())
+
+    def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return action, self.logits.log_softmax(0)[action], torch.zeros(1), torch.zeros(1)
+
+
+def softmax_gradient(
+    script: ModuleType, logits: torch.Tensor, action: int, old_log_prob: float, advantage: float
+) -> torch.Tensor:
+    """The gradient of ppo_loss for one action of a softmax policy."""
+    agent, zero, args = Softmax(logits), torch.zeros(1), script.Args(norm_adv=False, clip_coef=0.2, ent_coef=0.0)
+    old_log_probs, advantages = logits.new_tensor([old_log_prob]), logits.new_tensor([advantage])
+    loss, _ = script.ppo_loss(agent, zero, torch.tensor([action]), old_log_probs, zero, advantages, zero, args)
+    return torch.autograd.grad(loss, agent.logits)[0]
+
+
 def test_clipping_does_not_bound_the_policy_change(script: ModuleType) -> None:
     """Two actions of a softmax that share a logit: the good one's gradient stops at 1 + eps, but the step that got it
     there was long enough to leave 1.2 far behind, and nothing in the clipped loss brings it back."""
-    logits = torch.zeros(2, requires_grad=True)
-    old_log_probs = torch.full((1,), math.log(0.5))
-
-    class Softmax(torch.nn.Module):
-        def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            zero = torch.zeros(1)
-            return action, logits.log_softmax(0)[:1], zero, zero
-
-    args = script.Args(norm_adv=False, clip_coef=0.2, ent_coef=0.0)
-    optimizer = torch.optim.SGD([logits], lr=3.0)
-    ratios = []
+    logits, ratios = torch.zeros(2), []
     for _ in range(5):
-        batch = (torch.zeros(1), torch.zeros(1), old_log_probs, torch.zeros(1), torch.ones(1), torch.zeros(1))
-        loss, _ = script.ppo_loss(Softmax(), *batch, args=args)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        ratios.append(float(logits.detach().softmax(0)[0] / 0.5))
+        logits -= 3.0 * softmax_gradient(script, logits, action=0, old_log_prob=math.log(0.5), advantage=1.0)
+        ratios.append(float(logits.softmax(0)[0] / 0.5))
     assert ratios[0] > 1.8  # one step: far outside
     assert ratios == [ratios[0]] * 5  # and there it stays: zero gradient, no pull
 
@@ -340,31 +358,29 @@ def test_joint_clipping_lets_a_large_value_error_slow_the_actor(script: ModuleTy
 # ---- the policy gradient and its baseline ---------------------------------------------------------------------------
 
 
-def softmax_gradients(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """(pi (3,), the gradient of log pi(a) for each action a, (3, 3)), by enumeration."""
-    rows = []
-    for action in range(3):
-        leaf = logits.clone().requires_grad_()
-        rows.append(torch.autograd.grad(leaf.log_softmax(0)[action], leaf)[0])
-    return logits.softmax(0), torch.stack(rows)
+def gradients_of_actions(script: ModuleType, logits: torch.Tensor, advantages: list[float]) -> torch.Tensor:
+    """A grad log pi(a) for each action a, (3, 3): what ppo_loss, at a ratio of 1, descends along."""
+    log_probs = logits.log_softmax(0).tolist()
+    return -torch.stack([softmax_gradient(script, logits, a, log_probs[a], advantages[a]) for a in range(3)])
 
 
-def test_a_baseline_does_not_change_the_expected_gradient() -> None:
+def test_a_baseline_does_not_change_the_expected_gradient(script: ModuleType) -> None:
     """E[b grad log pi] = b sum over a of pi(a) grad log pi(a) = b grad sum over a of pi(a) = b grad 1 = 0."""
-    pi, gradients = softmax_gradients(torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64))
-    torch.testing.assert_close(pi @ gradients, torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-15)
+    logits = torch.tensor([0.3, -1.0, 2.0], dtype=torch.float64)
+    gradients = gradients_of_actions(script, logits, [1.0, 1.0, 1.0])
+    torch.testing.assert_close(logits.softmax(0) @ gradients, torch.zeros_like(logits), rtol=0, atol=1e-15)
     assert gradients.abs().max() > 0.5  # each term for itself is far from 0
 
 
-def test_a_baseline_of_1000_under_rewards_of_990_to_1010_saves_nearly_all_variance() -> None:
-    pi, gradients = softmax_gradients(torch.zeros(3, dtype=torch.float64))
-    rewards = torch.tensor([990.0, 1000.0, 1010.0], dtype=torch.float64)
-    means, variances = [], []
+def test_a_baseline_of_1000_under_rewards_of_990_to_1010_saves_nearly_all_variance(script: ModuleType) -> None:
+    logits, means, variances = torch.zeros(3, dtype=torch.float64), [], []
+    pi = logits.softmax(0)
     for baseline in (0.0, 1000.0):
-        samples = (rewards - baseline)[:, None] * gradients
+        samples = gradients_of_actions(script, logits, [reward - baseline for reward in (990.0, 1000.0, 1010.0)])
         means.append(pi @ samples)
         variances.append(float((pi @ (samples - means[-1]) ** 2).sum()))
-    torch.testing.assert_close(means[0], means[1], rtol=0, atol=1e-9)
+    for mean in means:  # pi (reward - 1000): the third action gains what the first one loses
+        torch.testing.assert_close(mean, torch.tensor([-10 / 3, 0, 10 / 3], dtype=torch.float64), rtol=0, atol=1e-9)
     # without: about 1000^2 * 2/3; with: (10^2 * 2/3 * 2/3) - |mean|^2 = 44.4 - 22.2
     assert variances[0] == pytest.approx(666_688.9, rel=1e-3)
     assert variances[1] == pytest.approx(22.2, rel=1e-2)
@@ -400,19 +416,42 @@ def test_crossed_at_the_edges(script: ModuleType) -> None:
     assert not script.crossed(1000, 1000, 0)  # 0: never
 
 
-def test_a_loop_over_num_updates_plus_1_overruns_the_budget(script: ModuleType) -> None:
-    """`for update in range(num_updates + 1)` with fraction 1 - (update - 1) / n: one pass more than paid for, and the
-    first learning rate is larger than asked for. (What our loop does is tested in test_continuous_script.py.)"""
-    args = script.Args(num_envs=8, num_steps=16, total_timesteps=1000, num_minibatches=1)
-    n = args.num_updates
-    assert n == 7  # 7 * 128 = 896 <= 1000 < 1024
-    notes = [1 - (update - 1) / n for update in range(n + 1)]
-    assert (len(notes) * args.batch_size, notes[0], notes[-1]) == (1024, 1 + 1 / n, pytest.approx(1 / n))
+def test_a_loop_over_num_updates_plus_1_overruns_the_budget(continuous: ModuleType, run_tiny: Run) -> None:
+    """`for update in range(num_updates + 1)` with fraction 1 - (update - 1) / n: one pass more than ours and than paid
+    for, and the first learning rate is larger than asked for."""
+    sizes = {"num_envs": 8, "num_steps": 16, "num_minibatches": 1, "total_timesteps": 1000}
+    result = run_tiny(vec_env="sync", learning_rate=1.0, **sizes)
+    ours = continuous.read_csv(Path(result["logdir"]) / "progress.csv")["train/learning_rate"]
+    notes = [1 - (update - 1) / 7 for update in range(7 + 1)]
+    assert (result["global_step"], len(notes) * 128) == (896, 1024)
+    np.testing.assert_allclose([1 + 1 / 7, *ours], notes)
 
 
-def test_a_reward_divided_by_time_hides_a_growing_queue() -> None:
-    """A backlog of 10, 20, ..., 100 in steps 1 ... 10 becomes a flat -10."""
-    assert [-10 * t / t for t in range(1, 11)] == [-10.0] * 10
+class GrowingQueue(SmallEnv):
+    """A backlog of 10, 20, 30, ..., whatever is done."""
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        self.state[0] = 0
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.state[0] += 10
+        return self.observe(), -self.state[0], False, False, {}
+
+
+def test_a_reward_divided_by_time_hides_a_growing_queue(
+    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A backlog of 10, 20, ..., 100 in steps 1 ... 10 becomes a flat -10; the logged return is of the raw rewards."""
+    spec = gym.envs.registration.EnvSpec("Growing-v0", lambda **settings: GrowingQueue(obs_dim=1))
+    monkeypatch.setitem(gym.registry, "Growing-v0", spec)
+    calls = spy(monkeypatch, continuous, "compute_gae")
+    sizes = {"num_steps": 10, "reset_steps": 10, "total_timesteps": 40}
+    result = run_tiny(env_id="Growing-v0", vec_env="sync", norm_reward=False, time_scaled_reward=True, **sizes)
+    (((rewards, *_), _),) = calls
+    assert torch.equal(rewards, torch.full((10, 4), -10.0))
+    progress = continuous.read_csv(Path(result["logdir"]) / "progress.csv")
+    assert (progress["rollout/episodic_return"], progress["rollout/LTA_return"]) == (-550, -55)
 
 
 # ---- environments ---------------------------------------------------------------------------------------------------
