@@ -1568,7 +1568,7 @@ def world_size() -> int:
 
 def own_rank() -> int:
     """The number of this process among those of the run, from 0 on."""
-    return int(os.environ["RANK"]) if world_size() > 1 else 0
+    return int(os.environ.get("RANK", 0)) if world_size() > 1 else 0
 
 
 def require_one_process(what: str) -> None:

@@ -209,6 +209,18 @@ def test_shapes_of_the_convolutions(channels: int, side: int, sizes: list[tuple[
     assert (seen, linear.in_features, tuple(x.shape)) == (sizes, flat, (2, 512))
 
 
+def test_only_padding_would_give_what_the_guide_says_of_its_convolutions() -> None:
+    """16 x 16, 8 x 8, 8 x 8 and 4,096 numbers from 64 x 64 pixels: with padding 2, 1 and 1, which ours have not."""
+    network = mario.cnn((3, 64, 64), 512)
+    convolutions = [layer for layer in network if isinstance(layer, torch.nn.Conv2d)]
+    assert [layer.padding for layer in convolutions] == [(0, 0)] * 3
+    x, seen = pictures(2, 3, 64).float(), []
+    for layer, padding in zip(convolutions, (2, 1, 1), strict=True):
+        x = layer(torch.nn.functional.pad(x, [padding] * 4))
+        seen.append(tuple(x.shape[1:]))
+    assert (seen, x[0].numel()) == ([(32, 16, 16), (64, 8, 8), (64, 8, 8)], 4096)
+
+
 def test_a_batch_of_one_keeps_its_dimension() -> None:
     action, log_prob, entropy, value = make_agent().get_action_and_value(pictures(1))
     assert [tuple(x.shape) for x in (action, log_prob, entropy, value)] == [(1,)] * 4

@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NoReturn
@@ -198,6 +199,9 @@ def test_a_run_killed_at_random_moments_ends_as_the_unbroken_one(
         values = common | KILLED[name][kind]
         script.train(script.Args(**values, logdir=str(logdir), resume=(logdir / "latest.pt").exists()))
 
+    def reached(updates: int) -> bool:
+        return rows(logdir) >= updates and (logdir / "latest.pt").exists()
+
     output, logdir, rng, killed = tmp_path / "output.txt", tmp_path / "broken", random.Random(0), 0
     output.touch()
     assert wait(fork(lambda: train(tmp_path / "unbroken"), output)) == 0, output.read_text()[-2000:]
@@ -205,7 +209,7 @@ def test_a_run_killed_at_random_moments_ends_as_the_unbroken_one(
         before = rows(logdir)
         pid = fork(lambda: train(logdir), output)
         target = min(before, 16) + rng.choice([0, 0, 1, 1, 2])  # some die before their first update is done
-        wait_until(pid, lambda target=target: rows(logdir) >= target and (logdir / "latest.pt").exists(), output)
+        wait_until(pid, partial(reached, target), output)
         time.sleep(rng.uniform(0, 0.05))
         os.kill(pid, signal.SIGKILL)
         if os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL:
