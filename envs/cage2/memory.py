@@ -10,10 +10,11 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector import VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
 from .scenario import ACTION_NAMES, DECOY_CHECKS, DECOY_FITS, DECOYS, EXPLOITS, HOSTS, LISTENING
+from .vec_env import check_same_step
 
 # What each of the 145 actions is: a verb and a host (none for Sleep and Monitor).
 VERB_AND_HOST = [(name.split()[0], HOSTS.index(name.split()[1]) if " " in name else -1) for name in ACTION_NAMES]
@@ -91,8 +92,7 @@ class Memory(VectorWrapper):
         self, env: VectorEnv, memory: bool, reduced_to: Sequence[int] = (), horizon: int | None = None
     ) -> None:
         super().__init__(env)
-        if env.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
-            raise ValueError("Memory needs environments that restart in the last step of an episode (SAME_STEP).")
+        check_same_step(env, "Memory")
         self.memory, self.reduced_to, self.horizon = memory, np.array(reduced_to, int), horizon
         self.plain = np.array([VERB_AND_HOST.index((verb, h)) for verb in KINDS[:3] for h in reduced_to], int)
         self.now = np.tile(START, (self.num_envs, 1))  # (num_envs, MEMORY_SIZE)

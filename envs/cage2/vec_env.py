@@ -26,6 +26,12 @@ def check_render_mode(render_mode: str | None) -> None:
         raise ValueError(f"There is no render mode {render_mode!r}; choose from {', '.join(RENDER_MODES)}, or None.")
 
 
+def check_same_step(env: VectorEnv, wrapper: str) -> None:
+    """Raise ValueError, naming the wrapper that asks, unless `env` restarts within the step that ends an episode."""
+    if env.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
+        raise ValueError(f"{wrapper} needs environments that restart in the last step of an episode (SAME_STEP).")
+
+
 def red_agent_indices(red_agents: str | Sequence[str], num_envs: int) -> np.ndarray:
     """(num_envs,) int8 indices into `RED_AGENTS` of one name for all, or one name for each environment."""
     names = [red_agents] * num_envs if isinstance(red_agents, str) else list(red_agents)

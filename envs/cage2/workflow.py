@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
-from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
+from gymnasium.vector import VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
 
 from .scenario import ACTION_NAMES, HOSTS
+from .vec_env import check_same_step
 
 UNIT_TYPES = ("defender", "enterprise", "op_server", "op_host", "user")
 ORDERS = tuple(itertools.permutations(UNIT_TYPES))  # 120, the highest priority first
@@ -130,8 +131,7 @@ class WorkflowEnv(VectorWrapper):
 
     def __init__(self, env: VectorEnv, workflow: str = "any", alignment: float = 30.0) -> None:
         super().__init__(env)
-        if env.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
-            raise ValueError("WorkflowEnv needs environments that restart in the last step of an episode (SAME_STEP).")
+        check_same_step(env, "WorkflowEnv")
         self.workflow = None if workflow == "any" else parse_workflow(workflow)
         self.alignment = alignment
         self.follow_infos = not hasattr(env.unwrapped, "true_state")
