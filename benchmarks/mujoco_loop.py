@@ -3,10 +3,11 @@
     python -m benchmarks.mujoco_loop            # HalfCheetah, Ant, Humanoid; three settings; five rounds
     python -m benchmarks.mujoco_loop --quick    # HalfCheetah, one setting, three of the candidates, two rounds
 
-Every measurement is a process of its own that trains a few updates; the first three are warm-up (compiling, caches)
-and do not count. Candidates take turns within a round, so a busy moment of the machine hits all of them, and ratios
-are medians over rounds. All use 64-64 tanh networks, 10 epochs, the same minibatches, and torch with one thread, or
-with as many as their name says.
+Every measurement is a process of its own that trains a few updates; the first are warm-up (ours three, in which it
+compiles and warms its caches, peers one) and do not count. Ours is timed over ten updates, the slower peers over four,
+which take them longer than the ten take ours. Candidates take turns within a round, so a busy moment of the machine
+hits all of them, and ratios are medians over rounds. All use 64-64 tanh networks, 10 epochs, the same minibatches, and
+torch with one thread, or with as many as their name says.
 
 The limit is what is left if nothing but physics and arithmetic took time: bare `mj_step` on all cores
 (`benchmarks.mujoco_env`), then the networks' multiplications, at the speed at which one thread multiplies matrices of
@@ -47,7 +48,9 @@ from benchmarks.common import (
 )
 from envs.mujoco_batch import TASKS
 
-WARM_UP, EPOCHS = 3, 10
+WARM_UP, UPDATES = 3, 10
+PEERS_WARM_UP, PEERS_UPDATES = 1, 4
+EPOCHS = 10
 CANDIDATES = ["limit", "ours: batch", "ours: batch, no compile", "ours: subproc", "CleanRL-style: sync",
               "CleanRL-style: async", "CleanRL-style: envpool", "SB3: dummy", f"SB3: dummy, {CORES} threads",
               "SB3: subproc", f"SB3: subproc, {CORES} threads"]  # fmt: skip
@@ -86,9 +89,10 @@ def measure(candidate: str, env_id: str, num_envs: int, num_steps: int, minibatc
     from benchmarks import reference_loops
 
     train = reference_loops.sb3 if loop == "SB3" else reference_loops.cleanrl_style
+    updates = min(updates, PEERS_UPDATES) + PEERS_WARM_UP
     seconds = train(
-        env_id, num_envs, num_steps, minibatch, EPOCHS, updates + WARM_UP, variant, int(threads.partition(" ")[0] or 1)
-    )[WARM_UP:]
+        env_id, num_envs, num_steps, minibatch, EPOCHS, updates, variant, int(threads.partition(" ")[0] or 1)
+    )[PEERS_WARM_UP:]
     return {"sps": len(seconds) * num_envs * num_steps / sum(seconds)}
 
 
@@ -169,12 +173,12 @@ def main() -> None:
         print("envpool is not installed: left out")
         names.remove("CleanRL-style: envpool")
     rounds = options.rounds or (2 if options.quick else 5)
-    updates = 3 if options.quick else 10
+    updates = 3 if options.quick else UPDATES
     info = machine_info(["torch", "gymnasium", "mujoco", "numpy", "stable-baselines3", "envpool"])
     data: dict = {"machine": info, "rows": [], "last_shares": {}}
     page = "# Whole-loop training throughput on MuJoCo\n\n`python -m benchmarks.mujoco_loop`: " + (
-        f"environment steps per second, median of {rounds} interleaved rounds of {updates} updates; ratios are medians "
-        "of the ratios within rounds.\n"
+        f"environment steps per second, median of {rounds} interleaved rounds of {updates} updates "
+        f"(peers {min(updates, PEERS_UPDATES)}); ratios are medians of the ratios within rounds.\n"
     )
     for env_id in env_ids:
         for setting, sizes in settings.items():
