@@ -1098,7 +1098,7 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
                 os.link(path, previous)
         os.replace(temporary, path)
     except (OSError, RuntimeError) as error:  # torch reports a failed write as a RuntimeError
-        print(f"warning: {path} was not written ({first_line(error)}); the run goes on.", file=sys.stderr)
+        complain(f"warning: {path} was not written ({first_line(error)}); the run goes on.")
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
         return False
@@ -1111,6 +1111,11 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
     return True
 
 
+def complain(message: str) -> None:
+    """Print to standard error; on a terminal in place of the live line, which has no end of line yet."""
+    print(f"\r\033[K{message}" if sys.stderr.isatty() else message, file=sys.stderr)
+
+
 @contextlib.contextmanager
 def outlive_disk_errors(path: Path) -> Iterator[None]:
     """Turn the failure to write `path` into a warning: a picture is not worth a run."""
@@ -1118,7 +1123,7 @@ def outlive_disk_errors(path: Path) -> Iterator[None]:
         yield
     except (OSError, json.JSONDecodeError) as error:  # the latter from a damaged index.json
         reason = getattr(error, "strerror", None) or error
-        print(f"warning: {path} was not written ({reason}); the run goes on.", file=sys.stderr)
+        complain(f"warning: {path} was not written ({reason}); the run goes on.")
 
 
 def load_checkpoint(path: Path, device: str = "cpu") -> dict[str, Any]:
@@ -1164,7 +1169,7 @@ def load_latest(logdir: Path, device: str, repair: bool = False) -> dict[str, An
             raise
         checkpoint = load_checkpoint(logdir / "latest.prev.pt", device)
         if repair:
-            print(f"warning: {error} Falling back to latest.prev.pt.", file=sys.stderr)
+            complain(f"warning: {error} Falling back to latest.prev.pt.")
             shutil.copyfile(logdir / "latest.prev.pt", logdir / "latest.tmp")
             os.replace(logdir / "latest.tmp", logdir / "latest.pt")
         return checkpoint
@@ -1239,7 +1244,7 @@ class Logger:
                     writer.writerow(["global_step", *names])
                 writer.writerow([step, *(metrics.get(name, math.nan) for name in names)])
         except OSError as error:
-            print(f"warning: {path} lacks step {step} ({error.strerror}); the run goes on.", file=sys.stderr)
+            complain(f"warning: {path} lacks step {step} ({error.strerror}); the run goes on.")
             with contextlib.suppress(OSError):
                 os.truncate(path, size)  # half a row would spoil the next one
         try:
@@ -1247,7 +1252,7 @@ class Logger:
                 if self.writer is not None and not math.isnan(value):
                     self.writer.add_scalar(name, value, step)
         except OSError as error:
-            print(f"warning: TensorBoard is off from step {step} on ({error.strerror}).", file=sys.stderr)
+            complain(f"warning: TensorBoard is off from step {step} on ({error.strerror}).")
             self.writer = None  # its thread died of the error, and the next one would
 
     def line(self, text: str, final: bool = False) -> None:
@@ -1783,7 +1788,7 @@ def main(argv: list[str]) -> int:
         if isinstance(error, OSError) and error.filename is None and error.errno != errno.ENOSPC:
             raise  # not about a file
         if not isinstance(error, UsageError) or own_rank() == 0:
-            print(f"error: {error}", file=sys.stderr)
+            complain(f"error: {error}")
         return 2 if isinstance(error, UsageError) else 1
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import make_sample, tiny_args, weights
+from tests.conftest import ROOT, make_sample, tiny_args, weights
 from tests.test_resume import fork, wait
 
 Run = Callable[..., dict[str, Any]]
@@ -574,6 +574,27 @@ def test_the_live_line_is_cut_to_the_terminals_width_and_the_last_one_is_not(
     assert terminal.getvalue() == "\r\033[K" + "x" * 39 + "\r\033[K" + "y" * 50 + "\n"
 
 
+def test_a_warning_takes_the_place_of_the_live_line(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The line has no end yet: what is printed after it would stand behind it."""
+
+    def warn() -> None:
+        with script.outlive_disk_errors(tmp_path / "curves.png"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    warning = f"warning: {tmp_path}/curves.png was not written (No space left on device); the run goes on.\n"
+    warn()
+    assert capsys.readouterr().err == warning
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    warn()
+    assert script.main(["--configs"]) == 2
+    shown, error = terminal.getvalue().split("\r\033[K")[1:]
+    assert shown == warning
+    assert error.startswith("error: --configs needs the name of a preset")
+
+
 def test_without_a_terminal_there_is_a_line_every_ten_seconds_and_the_last_one(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -594,6 +615,32 @@ def test_a_row_that_is_lost_does_not_cost_tensorboard(
     assert "progress.csv lacks step 64" in capsys.readouterr().err
     assert logger.writer is not None
     logger.writer.close()
+
+
+def run_program(script: ModuleType, folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
+    """The script as its users start it, from a folder that is not the repository's."""
+    command, environment = [sys.executable, str(script.__file__), *argv], os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+
+def test_as_a_program_it_trains_and_plays(script: ModuleType, tmp_path: Path) -> None:
+    short = {"num_steps": 8, "max_episode_steps": 20, "max_steps": 20, "reset_steps": 20, "eval_episodes": 2}
+    batch = script.PRESETS["debug"]["num_envs"] * 8
+    known = {"total_timesteps": batch, "logdir": "run"} | {k: v for k, v in short.items() if hasattr(script.Args, k)}
+    flags = [word for name, value in known.items() for word in (script.flag(name), str(value))]
+    trained = run_program(script, tmp_path, "--configs", "debug", "--no-compile", *flags)
+    assert (trained.returncode, trained.stderr) == (0, "")
+    assert f"{batch:,} steps in " in trained.stdout.splitlines()[-1]
+    played = run_program(script, tmp_path, "play", "--logdir", "run", "--episodes", "1")
+    assert (played.returncode, played.stderr) == (0, "")
+    assert len(json.loads(played.stdout.splitlines()[-1])) > 1
+
+
+def test_as_a_program_it_exits_with_2_and_no_traceback(script: ModuleType, tmp_path: Path) -> None:
+    done = run_program(script, tmp_path, "--num-envs", "4", "--num-steps", "32", "--num-minibatches", "7")
+    assert (done.returncode, done.stdout) == (2, "")
+    batch = "128 (num_envs 4 x num_steps 32)"
+    assert done.stderr == f"error: --num-minibatches 7 does not divide the batch of {batch}.\n"
 
 
 @pytest.mark.parametrize(

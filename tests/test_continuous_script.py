@@ -223,15 +223,6 @@ def test_what_one_process_does_is_refused_under_torchrun(
     assert (code, "leave torchrun out" in err) == (2, True)
 
 
-def test_the_process_exits_with_2_and_no_traceback(continuous: ModuleType, tmp_path: Path) -> None:
-    command = [sys.executable, str(continuous.__file__), "--num-minibatches", "7"]
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, check=False)
-    assert result.returncode == 2
-    assert "--num-minibatches 7 does not divide the batch of 2048 (num_envs 16 x num_steps 128)" in result.stderr
-    assert result.stderr.count("\n") == 1
-
-
 def test_explain_prints_the_sizes_and_leaves_nothing(
     run_main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
