@@ -737,6 +737,15 @@ def learn(
         """A signal that any of the ranks has received: all must leave the loop together."""
         return next((number for number in ranks.gather_objects(interrupt.signum) if number), None)
 
+    frames: list[np.ndarray] = []  # of the last evaluation, on rank 0
+
+    def evaluate_and_film(num_filmed: int) -> dict[str, Any]:
+        """An evaluation without its frames, which are too much to send to every rank."""
+        render_mode = "rgb_array" if args.capture_video else None
+        result = evaluate(agent, replace(args, video_episodes=num_filmed), render_mode=render_mode)
+        frames[:] = result.pop("frames")
+        return result
+
     evaluation: dict[str, Any] = {}
     latest = dict.fromkeys(EPISODE_METRICS, math.nan)  # of the last rollout in which an episode ended
     signum = received_signal()
@@ -870,15 +879,8 @@ def learn(
         # --- evaluate ---------------------------------------------------------------------------------
         last = counters.update == args.num_updates
         if last or crossed(counters.global_step, args.batch_size, args.eval_every):
-            shown = replace(args, video_episodes=max(5, args.video_episodes)) if last else args
-            frames: list[np.ndarray] = []
-
-            def evaluate_and_film(shown: Args, frames: list[np.ndarray]) -> dict[str, Any]:
-                result = evaluate(agent, shown, render_mode="rgb_array" if args.capture_video else None)
-                frames += result.pop("frames")  # too much to send to every rank
-                return result
-
-            evaluation = ranks.run_once(evaluate_and_film, shown, frames)
+            num_filmed = max(5, args.video_episodes) if last else args.video_episodes
+            evaluation = ranks.run_once(evaluate_and_film, num_filmed)
             sampled = ranks.run_once(partial(evaluate, deterministic=False), agent, args)
             names = ("success_rate", "mean_return", "std_return", "mean_length")
             scores = {f"eval/{name}": evaluation[name] for name in names}

@@ -213,17 +213,21 @@ def assert_same(actual: Any, expected: Any, where: str = "") -> None:
         np.testing.assert_equal(actual, expected, err_msg=where)
 
 
-@pytest.fixture
-def run_main(continuous: ModuleType, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run the command line in this process: (exit code, standard output, standard error)."""
+def command_line(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    """A function that runs the script's command line in this process: (exit code, standard output, standard error)."""
 
     def run(*argv: str) -> tuple[int, str, str]:
         capsys.readouterr()
         try:
-            code = continuous.main(list(argv))
+            code = script.main(list(argv))
         except SystemExit as stop:  # tyro's own refusals, and --help
             code = stop.code if isinstance(stop.code, int) else 1
         captured = capsys.readouterr()
         return code, captured.out, captured.err
 
     return run
+
+
+@pytest.fixture
+def run_main(continuous: ModuleType, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
+    return command_line(continuous, capsys)

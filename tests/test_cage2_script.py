@@ -22,7 +22,7 @@ import torch
 
 from envs.cage2 import ACTION_NAMES, DECOYS, HOSTS, Cage2VecEnv
 from envs.cage2.memory import DECOY_SLOTS
-from tests.conftest import ROOT, assert_same, spy
+from tests.conftest import ROOT, assert_same, command_line, spy
 from tests.test_resume import fork, wait
 
 BEST = ROOT / "results" / "cage2_best.pt"
@@ -41,18 +41,7 @@ def tiny_args(script: ModuleType, logdir: Path, **values: Any) -> Any:
 
 @pytest.fixture
 def run_main(cage2: ModuleType, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    """Run the command line in this process: (exit code, standard output, standard error)."""
-
-    def run(*argv: str) -> tuple[int, str, str]:
-        capsys.readouterr()
-        try:
-            code = cage2.main(list(argv))
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 1
-        captured = capsys.readouterr()
-        return code, captured.out, captured.err
-
-    return run
+    return command_line(cage2, capsys)
 
 
 @pytest.fixture

@@ -9,6 +9,7 @@ import json
 import math
 import re
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
@@ -54,6 +55,17 @@ def flags_of(path: Path) -> set[str]:
                     name = field.target.id.replace("_", "-")
                     flags |= {f"--{name}", f"--no-{name}"}
     return flags
+
+
+# ---- text -----------------------------------------------------------------------------------------------------------
+
+
+@pages
+def test_prose_is_at_most_120_columns_wide(page: Path) -> None:
+    """As the code is; commands, tables, formulas and pictures are as long as they must."""
+    prose = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    lines = [line for line in prose.splitlines() if not line.startswith(("|", "$$", "!["))]
+    assert [line for line in lines if len(line) > 120] == []
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------
@@ -301,15 +313,21 @@ def test_scores_on_cage2_are_those_measured(label: str, version: str) -> None:
 
 
 def test_flags_reached_on_mario_are_those_measured() -> None:
-    """Every "94, 86 % deterministic, 88, 77 % sampled" of README.md is of one group, and today's defaults are there."""
+    """Every "94, 86 % deterministic, 88, 77 % sampled" of README.md is of the seeds of one group, or of the stages of
+    one run, and today's defaults are there."""
     groups = json.loads((ROOT / "results" / "mario_learning.json").read_text())["groups"]
-    measured = {
-        name: tuple(
-            ", ".join(f"{100 * run['final'][mode]['success_rate']:.0f}" for run in group["seeds"].values())
-            for mode in ("deterministic", "sampled")
-        )
-        for name, group in groups.items()
-    }
+    modes = ("deterministic", "sampled")
+
+    def percentages(rates: Iterable[float]) -> str:
+        return ", ".join(f"{100 * rate:.0f}" for rate in rates)
+
+    measured = {}
+    for name, group in groups.items():
+        finals = [run["final"] for run in group["seeds"].values()]
+        measured[name] = tuple(percentages(final[mode]["success_rate"] for final in finals) for mode in modes)
+        if "," in name:  # several stages
+            stages = tuple(percentages(finals[0][mode]["stages"].values()) for mode in modes)
+            measured[f"{name} by stage"] = stages
     printed = re.findall(r"(\d[\d, ]*) % deterministic, (\d[\d, ]*) % sampled", README.read_text())
     assert set(printed) <= set(measured.values()), measured
     assert measured["Mario-1-1 fceumm default"] in printed, measured
