@@ -216,7 +216,7 @@ def draw(tasks: dict[str, Any], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="ID")
-    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3], help="of our runs; without numbers: none")
     parser.add_argument("--peer-seeds", nargs="+", type=int, default=[], help="seeds of SB3's runs")
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each with one environment thread")
