@@ -23,7 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -233,7 +233,7 @@ def main() -> None:
         jobs += [partial(run_peer, task, options.steps, seed) for seed in options.peer_seeds for task in options.tasks]
         with ThreadPoolExecutor(options.jobs) as pool:
             try:
-                for future in [pool.submit(job) for job in jobs]:
+                for future in as_completed([pool.submit(job) for job in jobs]):
                     future.result()
             except BaseException:  # Ctrl-C, or a run that failed: the next ones are not begun
                 pool.shutdown(cancel_futures=True)
