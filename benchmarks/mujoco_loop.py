@@ -4,10 +4,10 @@
     python -m benchmarks.mujoco_loop --quick    # HalfCheetah, one setting, three of the candidates, two rounds
 
 Every measurement is a process of its own that trains a few updates; the first are warm-up (ours three, in which it
-compiles and warms its caches, peers one) and do not count. Ours is timed over ten updates, the slower peers over four,
-which take them longer than the ten take ours. Candidates take turns within a round, so a busy moment of the machine
-hits all of them, and ratios are medians over rounds. All use 64-64 tanh networks, 10 epochs, the same minibatches, and
-torch with one thread, or with as many as their name says.
+compiles and warms its caches, peers one) and do not count. Ours is timed over ten updates, the peers over four, since
+theirs take longer. Candidates take turns within a round, so a busy moment of the machine hits all of them, and ratios
+are medians over rounds. All use 64-64 tanh networks, 10 epochs, the same minibatches, and torch with one thread, or
+with as many as their name says.
 
 The limit is what is left if nothing but physics and arithmetic took time: bare `mj_step` on all cores
 (`benchmarks.mujoco_env`), then the networks' multiplications, at the speed at which one thread multiplies matrices of

@@ -13,7 +13,9 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
+import os
 import re
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -231,3 +233,9 @@ def command_line(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> Call
 @pytest.fixture
 def run_main(continuous: ModuleType, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     return command_line(continuous, capsys)
+
+
+def run_program(script: ModuleType, folder: Path, *argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The script as its users start it, from a folder that is not the repository's."""
+    command, variables = [sys.executable, str(script.__file__), *argv], os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, cwd=folder, env=variables | environment, capture_output=True, text=True, check=False)

@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import ROOT, make_sample, tiny_args, weights
+from tests.conftest import make_sample, run_program, tiny_args, weights
 from tests.test_resume import fork, wait
 
 Run = Callable[..., dict[str, Any]]
@@ -615,12 +615,6 @@ def test_a_row_that_is_lost_does_not_cost_tensorboard(
     assert "progress.csv lacks step 64" in capsys.readouterr().err
     assert logger.writer is not None
     logger.writer.close()
-
-
-def run_program(script: ModuleType, folder: Path, *argv: str) -> subprocess.CompletedProcess[str]:
-    """The script as its users start it, from a folder that is not the repository's."""
-    command, environment = [sys.executable, str(script.__file__), *argv], os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
 
 def test_as_a_program_it_trains_and_plays(script: ModuleType, tmp_path: Path) -> None:

@@ -10,8 +10,6 @@ import math
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -29,7 +27,7 @@ from envs.mujoco_batch import MujocoBatchVecEnv
 from envs.normalize import NormalizeObservation, NormalizeReward
 from envs.subproc_vec_env import SubprocVecEnv
 from tests import known_values
-from tests.conftest import ROOT, assert_same, spy, tiny_args, weights
+from tests.conftest import assert_same, run_program, spy, tiny_args, weights
 from tests.known_values import known_value
 
 Run = Callable[..., dict[str, Any]]
@@ -893,13 +891,11 @@ def test_videos_of_evaluations(run_tiny: Run) -> None:
 
 def test_a_robot_can_be_filmed(continuous: ModuleType, tmp_path: Path) -> None:
     """In a process of its own, because MuJoCo chooses its graphics when it is imported."""
-    environment = os.environ | {"MUJOCO_GL": "egl", "PYTHONPATH": str(ROOT)}
     flags = (
         "--env-id InvertedPendulum-v5 --reset-steps 8 --num-envs 2 --num-steps 16 --num-minibatches 2 --no-compile "
         "--total-timesteps 32 --eval-episodes 1 --capture-video --logdir run"
     )
-    command = [sys.executable, str(continuous.__file__), *flags.split()]
-    result = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False)
+    result = run_program(continuous, tmp_path, *flags.split(), MUJOCO_GL="egl")
     if result.returncode and re.search("EGL|OpenGL", result.stderr):
         pytest.skip("MuJoCo cannot render here with MUJOCO_GL=egl")
     assert result.returncode == 0, result.stderr
