@@ -1763,4 +1763,6 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    if {"-h", "--help"} & {*sys.argv}:
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # so that `--help | head` ends without a traceback
     sys.exit(report_errors(main)(sys.argv[1:]))

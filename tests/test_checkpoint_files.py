@@ -25,7 +25,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import make_sample, run_program, tiny_args, weights
+from tests.conftest import ROOT, make_sample, run_program, tiny_args, weights
 from tests.test_resume import fork, wait
 
 Run = Callable[..., dict[str, Any]]
@@ -635,6 +635,16 @@ def test_as_a_program_it_exits_with_2_and_no_traceback(script: ModuleType, tmp_p
     assert (done.returncode, done.stdout) == (2, "")
     batch = "128 (num_envs 4 x num_steps 32)"
     assert done.stderr == f"error: --num-minibatches 7 does not divide the batch of {batch}.\n"
+
+
+def test_help_that_nobody_reads_to_its_end_is_no_error(script: ModuleType) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, str(script.__file__), "--help"]
+    variables = os.environ | {"PYTHONPATH": str(ROOT)}
+    with os.fdopen(writer, "w") as output:
+        done = subprocess.run(command, stdout=output, stderr=subprocess.PIPE, env=variables, check=False)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
 
 
 @pytest.mark.parametrize(
