@@ -69,7 +69,7 @@ def _locomotion(
             is_healthy = healthy()
             info["reward_survive"] = is_healthy * env._healthy_reward
             rewards = forward_reward + info["reward_survive"]
-            terminated = ~is_healthy & env._terminate_when_unhealthy
+            terminated = ~is_healthy & bool(env._terminate_when_unhealthy)
         if contact_cost is not None:
             contact = contact_cost()
             info["reward_contact"] = -contact

@@ -43,12 +43,15 @@ def state_layers(env: Env) -> tuple[Any, list[Wrapper]]:
 # What a wrapper holds that is no part of its state: how it was made, pictures, tools.
 UNSAVED_NAMES = {
     *("_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs", "metadata", "_metadata"),
-    *("frame_list", "recorded_frames", "render_history", "window", "clock"),
+    *("frame_list", "recorded_frames", "render_history"),
 }
 UNSAVED_TYPES = (
     *(Env, Space, EnvSpec, type, np.dtype, ModuleType, FunctionType, BuiltinFunctionType, MethodType, partial),
     *(PurePath, logging.Logger),
 )
+
+
+KINDS = {"generator", "object", "scalar", "deque", "dict"}  # of what a dict stands for: its first key
 
 
 class _Empty:
@@ -61,14 +64,18 @@ def has_only_attributes(value: Any) -> bool:
     return hasattr(value, "__dict__") and same_size and not isinstance(value, Enum)
 
 
-def plain_attributes(holder: Any, unsaved: Collection[str] = ()) -> dict[str, Any]:
+def plain_attributes(holder: Any, unsaved: Collection[str] = (), inside: tuple[Any, ...] = ()) -> dict[str, Any]:
     """Return copies of what a wrapper holds, such as TimeLimit's step counter, made of plain values.
 
-    Dicts have the kind of what they stand for as their first key. A random generator, and an object with attributes
-    of its own, such as the statistics of NormalizeObservation, are restored in place by `set_attributes`.
+    What is no plain value is a dict with one of KINDS as its first key. A random generator, and an object with
+    attributes of its own, such as the statistics of NormalizeObservation, are restored in place by `set_attributes`.
+
+    Args:
+        unsaved: names of attributes to leave out.
+        inside: the objects of which `holder` is a part.
 
     Raises:
-        NoState: for an attribute of any other kind.
+        NoState: for an attribute of any other kind, and for one of those objects.
     """
     if isinstance(holder, PassiveEnvChecker):
         return {}  # it compares the first steps of this very environment
@@ -76,12 +83,17 @@ def plain_attributes(holder: Any, unsaved: Collection[str] = ()) -> dict[str, An
     for name, value in vars(holder).items():
         if name in UNSAVED_NAMES or name in unsaved or isinstance(value, UNSAVED_TYPES):
             continue
+        if type(value).__module__.startswith("pygame"):  # a window and its clock
+            continue
+        where = f"{type(holder).__name__}.{name}"
         if isinstance(value, np.random.Generator):
             state[name] = {"generator": value.bit_generator.state}
         elif has_only_attributes(value):
-            state[name] = {"object": plain_attributes(value)}
+            if any(value is outer for outer in (*inside, holder)):
+                raise NoState(f"{where} is what it is a part of, and that cannot be saved.")
+            state[name] = {"object": plain_attributes(value, inside=(*inside, holder))}
         else:
-            state[name] = plain(value, f"{type(holder).__name__}.{name}")
+            state[name] = plain(value, where)
     return state
 
 
@@ -104,6 +116,8 @@ def plain(value: Any, where: str) -> Any:
         NoState: for a value of any other kind; the text says that `where` holds it.
     """
     if isinstance(value, np.generic):
+        if value.dtype.kind in "biufc":
+            return {"scalar": np.asarray(value)}  # a Python number would compute in another precision
         value = value.item()
     if type(value) in (bool, int, float, str, type(None)):
         return value
@@ -114,7 +128,9 @@ def plain(value: Any, where: str) -> Any:
     if type(value) is deque:
         return {"deque": [plain(item, where) for item in value], "maxlen": value.maxlen}
     if type(value) is dict:
-        return {"dict": {plain(key, where): plain(item, where) for key, item in value.items()}}
+        if all(type(key) in (int, str) for key in value) and not KINDS & value.keys():
+            return {key: plain(item, where) for key, item in value.items()}
+        return {"dict": [[plain(key, where), plain(item, where)] for key, item in value.items()]}
     raise NoState(
         f"{where} holds a {type(value).__name__}, which cannot be saved: use numbers, strings, arrays, lists, tuples, "
         "dicts and deques, give it get_state() and set_state(state), or train without exact resume."
@@ -128,8 +144,13 @@ def restored(saved: Any) -> Any:
             return saved.copy()
         case list() | tuple():
             return type(saved)(restored(item) for item in saved)
+        case {"scalar": array}:
+            return array[()]
         case {"deque": items, "maxlen": maxlen}:
             return deque(map(restored, items), maxlen)
         case {"dict": items}:
-            return {key: restored(item) for key, item in items.items()}
+            pairs = items.items() if isinstance(items, dict) else items  # a dict: as in files of before
+            return {restored(key): restored(item) for key, item in pairs}
+        case dict():
+            return {key: restored(item) for key, item in saved.items()}
     return saved

@@ -26,7 +26,7 @@ from typing import Any
 from gymnasium import Env
 from gymnasium.vector import AutoresetMode
 
-from envs._plain_state import plain, plain_attributes, set_attributes, state_layers
+from envs._plain_state import plain, plain_attributes, restored, set_attributes, state_layers
 from envs._shared_memory import SharedBatch, copies_of_rows, map_tree, row_of, write_tree
 
 # Columns of SharedBatch.control, one row per worker.
@@ -133,8 +133,9 @@ def watch_parent() -> None:
     closes, even while an environment holds the GIL in C code. The thread is for other systems, and for the case that
     a process which the parent forked has inherited that end and lives on.
     """
-    parent, parent_pid = parent_process(), os.getppid()
+    parent, starter = parent_process(), os.getppid()  # under forkserver these are two
     assert parent is not None
+    assert parent.pid is not None
     if sys.platform == "linux":
         import fcntl
 
@@ -142,10 +143,14 @@ def watch_parent() -> None:
         fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
         fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
+    signs = [parent.sentinel]
+    with contextlib.suppress(AttributeError, OSError):  # only Linux has it
+        signs.append(os.pidfd_open(parent.pid))
+
     def watch() -> None:
         if hasattr(signal, "pthread_sigmask"):  # a request for a trace is for the main thread
             signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-        while os.getppid() == parent_pid and not connection.wait([parent.sentinel], PARENT_CHECK_SECONDS):
+        while os.getppid() == starter and not connection.wait(signs, PARENT_CHECK_SECONDS):
             pass
         os._exit(1)
 
@@ -333,10 +338,9 @@ class Worker:
 
         def get_one(slot: int, _: None) -> dict[str, Any]:
             env, wrappers = state_layers(self.envs[slot])
-            state = env.get_state()
-            plain(state, f"The state of {type(env).__name__}")  # what no checkpoint can hold fails here, not on resume
             return {
-                "env": state,
+                # what no checkpoint can hold fails here, not on resume
+                "env": plain(env.get_state(), f"The state of {type(env).__name__}"),
                 "wrappers": [plain_attributes(wrapper) for wrapper in wrappers],
                 "needs_reset": self.needs_reset[slot],
                 "episode_return": self.returns[slot],
@@ -350,7 +354,7 @@ class Worker:
 
         def set_one(slot: int, state: dict[str, Any]) -> None:
             env, wrappers = state_layers(self.envs[slot])
-            env.set_state(state["env"])
+            env.set_state(restored(state["env"]))
             for wrapper, attributes in zip(wrappers, state["wrappers"], strict=True):
                 set_attributes(wrapper, attributes)
             self.needs_reset[slot] = state["needs_reset"]
@@ -365,7 +369,8 @@ class Worker:
         for env_index, arguments in requests:
             self.control[RUNNING] = env_index
             try:
-                results.append((env_index, action(env_index - self.first, arguments)))
+                # a copy, since environments that were given one object would share it here
+                results.append((env_index, action(env_index - self.first, copy.deepcopy(arguments))))
             except BaseException:
                 errors.append(EnvError.current(env_index))
         return errors, results

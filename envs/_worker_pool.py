@@ -261,7 +261,6 @@ class WorkerPool:
                 self._constructed(worker, self._deadline())
                 self._attach(worker, self.shared)
                 begin_anew(worker)
-                self.failure = None
                 return
             except WorkerError as next_error:
                 if next_error.worker is None:
@@ -401,7 +400,8 @@ class WorkerPool:
         if hung:
             cause = f"did not answer within step_timeout={self.step_timeout} s and was killed"
         elif exit_code is not None and exit_code < 0:
-            cause = f"was killed by {signal.Signals(-exit_code).name}"
+            named = -exit_code in {*signal.Signals}  # most real-time signals have no name
+            cause = f"was killed by {signal.Signals(-exit_code).name if named else f'signal {-exit_code}'}"
             cause += " (as the system does when memory runs out)" if exit_code == -signal.SIGKILL else ""
         else:
             cause = f"exited with code {exit_code}"
@@ -442,6 +442,9 @@ class WorkerPool:
             return
         deadline = time.monotonic() + (CLOSE_SECONDS if timeout is None else timeout)
         waiting = [] if terminate else [worker for worker in self.workers if worker.started]
+        if sys.platform != "win32":
+            for worker in waiting:
+                limit_waits(worker.pipe, max(LIVENESS_SECONDS, deadline - time.monotonic()))  # not step_timeout now
         closing: list[Worker] = []
         while waiting:
             for worker in waiting:

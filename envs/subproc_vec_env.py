@@ -56,7 +56,7 @@ class SubprocVecEnv(VectorEnv):
 
     Args:
         env_fns: one function per environment, which creates it, in a worker. Under forkserver and spawn it must
-            survive cloudpickle.
+            survive cloudpickle; under fork, what several of them hold in common is shared by a worker's environments.
         num_workers: number of processes. Default: one per CPU core that this process may use. Never more than
             there are environments. More than cores can pay if a step costs much more in some environments.
         shared_memory: accepted for the sake of calls written for AsyncVectorEnv; memory is always shared.
@@ -556,6 +556,7 @@ class SubprocVecEnv(VectorEnv):
                 raise NoAsyncCallError(text, "recv")
             raise NoAsyncCallError(f"Calling `{name}_wait` without any prior call to `{name}_async`.", name)
         method = "step" if name == "send" else name
+        failure = self._pool.failure  # of the other half: no replacement in this one mends it
         while True:
             try:
                 results = self._pool.collect(method, self._parts[part_index].workers, timeout)
@@ -565,6 +566,7 @@ class SubprocVecEnv(VectorEnv):
                 if error.worker is not None and begin_anew is not None and self._may_replace(error.worker, method):
                     try:
                         self._pool.replace(error, begin_anew)
+                        self._pool.failure = failure
                     except BaseException:
                         del self._pending[part_index]
                         raise

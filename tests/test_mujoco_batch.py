@@ -128,7 +128,7 @@ def test_next_step_run_equals_sync_vector_env_bit_for_bit(env_id: str) -> None:
             {"include_cvel_in_observation": False, "include_qfrc_actuator_in_observation": False},
         ),
         ("HumanoidStandup-v5", {"include_cfrc_ext_in_observation": False, "impact_cost_weight": 1e-3}),
-        ("Hopper-v5", {"healthy_state_range": (-2.0, 2.0), "healthy_reward": 3}),
+        ("Hopper-v5", {"healthy_state_range": (-2.0, 2.0), "healthy_reward": 3, "terminate_when_unhealthy": 1}),
         ("Walker2d-v5", {"terminate_when_unhealthy": False, "healthy_angle_range": (-0.2, 0.3)}),
         ("Reacher-v5", {"reward_control_weight": 0.3, "reward_dist_weight": 2}),
         ("Pusher-v5", {"reward_near_weight": 0.1, "frame_skip": 2}),

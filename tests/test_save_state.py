@@ -19,7 +19,7 @@ from gymnasium.envs.mujoco.inverted_pendulum_v5 import InvertedPendulumEnv
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 from gymnasium.wrappers import vector as vector_wrappers
 
-from envs._plain_state import NoState
+from envs._plain_state import NoState, restored
 from envs.save_state import SaveState, make
 from envs.subproc_vec_env import SubprocVecEnv
 from envs.vector_state import get_vector_state, set_vector_state
@@ -83,7 +83,8 @@ class Memory(gym.Wrapper):
     def __init__(self, env: gym.Env) -> None:
         super().__init__(env)
         self.average, self.generator = Average(), np.random.default_rng()
-        self.visits: dict[Any, Any] = {"pairs": [], 3: (0, np.float64(0.5))}
+        self.visits: dict[Any, Any] = {"pairs": [], (np.int64(3), 1): (0, np.float64(0.5))}
+        self.window, self.clock, self.decay = deque([0.0], maxlen=2), 0, np.float32(0.9)
         self.function = abs
 
     def step(self, action: Any) -> Any:
@@ -92,9 +93,13 @@ class Memory(gym.Wrapper):
         self.average.value += obs
         self.average.recent.append(float(obs[1]))
         self.visits["pairs"].append((obs, len(self.visits["pairs"])))
-        self.visits[3] = (self.visits[3][0] + 1, self.visits[3][1] / 2)
-        memory = sum(self.average.recent) + sum(pair[1] for pair in self.visits["pairs"]) + sum(self.visits[3])
-        obs = obs + self.generator.normal(size=2).astype(np.float32)
+        self.visits[3, 1] = (self.visits[3, 1][0] + 1, self.visits[3, 1][1] / 2)
+        self.window.append(reward)
+        self.clock += 1
+        memory = sum(self.average.recent) + sum(pair[1] for pair in self.visits["pairs"]) + sum(self.visits[3, 1])
+        memory += sum(self.window) + self.clock
+        # a number of NumPy's decides in which precision it is computed
+        obs = self.decay * obs.astype(np.float64) + self.visits[3, 1][1] * self.generator.normal(size=2).astype("f4")
         return obs, self.function(reward) + memory + self.average.value.sum(), *rest
 
 
@@ -183,6 +188,16 @@ def test_what_cannot_be_saved_is_named(value: Any) -> None:
         assert env.state is None
 
 
+def test_what_refers_back_to_what_holds_it_is_named() -> None:
+    env: Any = make("Poison-v0")
+    env.env.average = Average()
+    env.env.average.part = Average()  # type: ignore[attr-defined]
+    env.env.average.part.whole = env.env.average
+    env.reset()
+    with pytest.raises(NoState, match=r"Average\.whole is what it is a part of"):
+        env.get_state()
+
+
 def test_what_belongs_to_no_state_is_left_out() -> None:
     env: Any = SaveState(wrappers.RenderCollection(gym.make("Poison-v0", render_mode="rgb_array")))
     env.reset()
@@ -211,6 +226,31 @@ def test_the_warning_says_what_is_missing() -> None:
     vec_env.reset()
     with pytest.warns(UserWarning, match=r"CartPoleEnv lacks get_state\(\) and set_state\(state\)[^\n]*$"):
         assert get_vector_state(vec_env) is None
+    vec_env.close()
+
+
+class Recent(PoisonEnv):
+    """Its state holds what `torch.load` would refuse."""
+
+    recent: deque[int] = deque(maxlen=4)
+
+    def get_state(self) -> dict[str, Any]:
+        return {"recent": self.recent, np.int64(3): np.float32(0.1), "like ours": {"deque": [], "maxlen": 2}}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        assert (type(state[3]), state["recent"].maxlen, type(state["like ours"])) == (np.float32, 4, dict)
+        self.recent = state["recent"]
+
+
+def test_a_state_of_any_plain_values_comes_back_from_a_file(continuous: ModuleType) -> None:
+    vec_env = SubprocVecEnv([Recent])
+    vec_env.reset()
+    vec_env.set_attr("recent", deque([1, 2], maxlen=4))
+    state = through_a_file(get_vector_state(vec_env), continuous)
+    vec_env.set_attr("recent", None)
+    assert set_vector_state(vec_env, state)
+    assert vec_env.get_attr("recent") == (deque([1, 2], maxlen=4),)
+    assert restored({"dict": {"as": [1, "in files of before"]}}) == {"as": [1, "in files of before"]}
     vec_env.close()
 
 

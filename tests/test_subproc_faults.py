@@ -73,6 +73,8 @@ def fail(kind: str) -> None:
         raise OwnArgumentsError(SimpleNamespace(code=7))
     if kind == "sigkill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if kind == "nameless signal":
+        os.kill(os.getpid(), signal.SIGRTMIN + 6)
     if kind == "sigsegv":
         ctypes.string_at(0)
     if kind == "sys.exit":
@@ -213,6 +215,7 @@ RAISED = {
 }
 GONE = {
     "sigkill": (WorkerError, r"Worker 1 \(process \d+\) was killed by SIGKILL .* during {}, in environment 3"),
+    "nameless signal": (WorkerError, f"was killed by signal {signal.SIGRTMIN + 6} during {{}}, in environment 3"),
     "sigsegv": (
         WorkerError,
         "was killed by SIGSEGV during {}, in environment 3(?s:.)*Segmentation fault(?s:.)*in fail",
@@ -227,7 +230,7 @@ GONE = {
 FAULTS = RAISED | GONE
 # How a fault is noticed does not depend on how the worker was started, so under spawn, which starts an interpreter for
 # each worker, a fault of each nature will do.
-CASES = [(context, kind) for context in CONTEXTS[:2] for kind in FAULTS]
+CASES = [(context, kind) for context in CONTEXTS[:2] for kind in FAULTS if kind != "nameless signal"]
 CASES += [("spawn", kind) for kind in ("unpicklable", "sigkill", "hang")]
 
 
@@ -410,6 +413,14 @@ def test_a_worker_that_is_stopped_does_not_block_a_large_reply() -> None:
     close_in_time(envs)
 
 
+def test_a_worker_that_is_stopped_in_a_large_reply_does_not_delay_close() -> None:
+    envs = SubprocVecEnv([BigEnv], step_timeout=20.0)
+    envs.call_async("big")
+    time.sleep(0.5)
+    os.kill(envs._pool.workers[0].process.pid, signal.SIGSTOP)
+    close_in_time(envs)
+
+
 def test_close_kills_an_environment_that_does_not_close() -> None:
     envs = SubprocVecEnv([StubbornEnv, CountEnv], 2)
     envs.reset()
@@ -523,6 +534,18 @@ def test_no_worker_outlives_a_parent_that_is_killed(tmp_path: Path, context: str
     process.kill()
     assert not wait_until_dead(pids, 2.0)
     process.communicate(timeout=10)  # and none of its children holds its output open
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_process_that_the_parent_forked_keeps_no_worker_alive(tmp_path: Path, context: str) -> None:
+    body = "if os.fork() == 0:\n    os.close(1); os.close(2); time.sleep(10); os._exit(0)\ntime.sleep(60)"
+    process = start_script(tmp_path, body, arguments=f"context='{context}'")
+    pids = worker_pids(process)
+    time.sleep(0.2)
+    process.kill()
+    assert not wait_until_dead(pids, 2.5)
+    process.communicate(timeout=10)
+    os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_workers_made_in_a_thread_outlive_the_thread_but_not_the_parent(tmp_path: Path) -> None:
@@ -892,6 +915,22 @@ def test_a_fault_in_one_half_is_reported_and_ends_the_run(kind: str) -> None:
     assert "seed 13, last action 8" in str(caught.value)
     with pytest.raises(WorkerError, match="Nothing but close"):
         envs.send([7, 8], 1)
+    close_in_time(envs)
+
+
+@pytest.mark.filterwarnings("ignore:.*ERROR|.*WARN|.*Calling `close`")
+def test_a_replacement_in_one_half_does_not_hide_what_the_other_raised(tmp_path: Path) -> None:
+    env_fns = [partial(FaultyEnv, "exception", "step"), partial(FaultyEnv, "sigkill", "step", tmp_path / "failed")]
+    envs = SubprocVecEnv(env_fns, 2, on_worker_failure="restart", autoreset_mode="SameStep")
+    envs.reset()
+    envs.step([1, 2])
+    envs.send([1], 0)
+    envs.send([2], 1)
+    with pytest.raises(ValueError, match="the door is stuck"):
+        envs.recv(0)
+    assert envs.recv(1)[3].tolist() == [True]
+    with pytest.raises(WorkerError, match=r"Nothing but close.*the door is stuck"):
+        envs.send([2], 1)
     close_in_time(envs)
 
 

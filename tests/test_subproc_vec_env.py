@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import time
+from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -503,6 +504,30 @@ def test_calls_attributes_and_rendering() -> None:
     with pytest.raises(ValueError, match="use `step` directly"):
         envs.call("step", 0)
     envs.step([0, 0, 0])  # a mistaken call does no harm
+    envs.close()
+
+
+class OptionsEnv(CountEnv):
+    """Changes what it is given."""
+
+    items: Any = None
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict]:
+        assert options is not None
+        return options.pop("start"), {}
+
+    def more(self, items: Any = None) -> int:
+        items = self.items if items is None else items
+        items.append(1)
+        return len(items)
+
+
+def test_environments_share_no_arguments() -> None:
+    envs = make(4, OptionsEnv)
+    assert envs.reset(options={"start": 5})[0].tolist() == [5, 5, 5, 5]
+    assert envs.call("more", []) == (1, 1, 1, 1)
+    envs.set_attr("items", deque())
+    assert envs.call("more") == (1, 1, 1, 1)
     envs.close()
 
 
