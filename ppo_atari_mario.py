@@ -94,7 +94,7 @@ class Args:
     """torch.compile the gradient: no gain for convolutions on a CPU"""
     amp: bool = torch.cpu._is_avx512_bf16_supported()
     """compute the networks in bfloat16: 1.6 to 2.2 times as fast on a CPU that has it (avx512_bf16), which is the
-    default there, and 2.4 times as slow on one that has not"""
+    default there, and 2.3 times as slow on one that has not"""
     eval_every: int = 100_000
     """environment steps between evaluations; 0: only at the end"""
     eval_episodes: int = 10
@@ -888,6 +888,7 @@ def learn(
             logger.write("eval.csv", counters.global_step, scores)
             if args.capture_video and ranks.rank == 0:
                 log_video(logger, [frame[::2, ::2] for frame in frames], args.video_fps, counters.global_step)
+                frames.clear()  # they are more than the rollout
             ranking = [np.nan_to_num(evaluation["success_rate"]).item(), evaluation["mean_return"]]
             if ranking > [counters.best_success_rate, counters.best_return]:
                 previous = replace(counters)
@@ -971,9 +972,9 @@ def find_checkpoint(logdir: str | None, name: str) -> Path:
     UsageError for best or latest without a run folder, and for best before the first evaluation."""
     if logdir is None and name in ("best", "latest"):
         raise UsageError("play needs --logdir, a run folder, or --checkpoint with the path of a file.")
-    path = Path(logdir or "", f"{name}.pt") if name in ("best", "latest") else Path(name)
-    if not path.exists() and Path(logdir or "", name).is_file():
-        path = Path(logdir or "", name)
+    path = Path(logdir or "", f"{name}.pt" if name in ("best", "latest") else name)
+    if not path.is_file() and name not in ("best", "latest"):
+        path = Path(name)
     if not path.exists() and name == "best" and path.with_name("latest.pt").exists():
         raise UsageError(f"There is no {path} before the first evaluation; use --checkpoint latest.")
     return path

@@ -939,9 +939,9 @@ def find_checkpoint(logdir: str | None, name: str) -> Path:
     UsageError for best or latest without a run folder, and for best before the first evaluation."""
     if logdir is None and name in ("best", "latest"):
         raise UsageError("play needs --logdir, a run folder, or --checkpoint with the path of a file.")
-    path = Path(logdir or "", f"{name}.pt") if name in ("best", "latest") else Path(name)
-    if not path.exists() and Path(logdir or "", name).is_file():
-        path = Path(logdir or "", name)
+    path = Path(logdir or "", f"{name}.pt" if name in ("best", "latest") else name)
+    if not path.is_file() and name not in ("best", "latest"):
+        path = Path(name)
     if not path.exists() and name == "best" and path.with_name("latest.pt").exists():
         raise UsageError(f"There is no {path} before the first evaluation; use --checkpoint latest.")
     return path

@@ -141,8 +141,8 @@ def report(folder: Path = RESULTS) -> None:
         logdir = evaluation.parent
         args = json.loads((logdir / "config.json").read_text())["args"]
         variant = logdir.name.split("-")[-2]
-        if (variant == "quick") is not (folder == QUICK_RESULTS):
-            continue
+        if variant not in VARIANTS or (variant == "quick") is not (folder == QUICK_RESULTS):
+            continue  # not in VARIANTS: a run that was set aside
         words = command(args["env_id"], args["backend"], variant)
         if not is_current(mario, words, logdir):
             continue  # its variant means something else today

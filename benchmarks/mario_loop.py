@@ -143,6 +143,8 @@ def main() -> None:
         parser.error(f"--pip-nes-py {options.pip_nes_py} holds no nes_py; the text above says how to put one there")
     if options.quick:
         options.num_envs, options.num_steps, options.rounds = 8, 32, 2
+    if options.num_envs * options.num_steps % MINIBATCH_SIZE:
+        parser.error(f"--num-envs x --num-steps must be a multiple of {MINIBATCH_SIZE}, the size of all minibatches")
     torch.set_num_threads(1)
 
     sizes = (options.num_envs, options.num_steps)

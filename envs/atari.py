@@ -43,7 +43,7 @@ class AtariGame(gym.Wrapper):
         noop_max: an episode begins with 1 to this many frames of waiting, drawn at random; 0 for none.
         sticky_action_probability: probability, in each frame, that the console still sees the action of the frame
             before (Machado et al. 2018).
-        max_episode_steps: the time limit in steps, those of waiting included; 0 for half an hour.
+        max_episode_steps: the time limit in steps; 0 for half an hour.
         render_mode: "rgb_array" lets `render()` return the screen, (210, 160, 3) uint8 in most games.
 
     Raises:
@@ -77,7 +77,7 @@ class AtariGame(gym.Wrapper):
                 frameskip=1,
                 obs_type="grayscale",
                 repeat_action_probability=0.0,  # the console's own stickiness is not part of the state that it saves
-                max_num_frames_per_episode=min(max_episode_steps * skip, 2**31 - 1) or MAX_FRAMES,  # an int in C
+                max_num_frames_per_episode=0,  # none: it would cut within a step, whose picture nobody would see
                 render_mode=render_mode,
             ).unwrapped
         except gym.error.Error as error:  # no such game, a version that was withdrawn, not a name at all
@@ -92,7 +92,8 @@ class AtariGame(gym.Wrapper):
         self._last_screens = preprocessing.obs_buffer  # their brightest pixels are the newest frame
         self._begins_with_fire = self._game.get_action_meanings()[FIRE] == "FIRE"
         self._frames = np.zeros((frame_stack, SIDE, SIDE), np.uint8)
-        self._lives = 0
+        self._max_steps = max_episode_steps or MAX_FRAMES // skip
+        self._lives = self._steps = 0
         self._playing = False
 
     @property
@@ -104,7 +105,7 @@ class AtariGame(gym.Wrapper):
         frame, info = self.env.reset(**kwargs)
         if self._begins_with_fire:  # detail 17
             frame, _, _, _, info = self.env.step(FIRE)
-        self._lives = info["lives"]
+        self._lives, self._steps = info["lives"], 0
         self._frames[:] = frame
         self._playing = True
         return self._frames.copy(), {}
@@ -124,12 +125,14 @@ class AtariGame(gym.Wrapper):
         except TypeError:
             number = -1
         _require(0 <= number < count, f"action {action}: this game takes the integers 0 to {count - 1}")
-        frame, reward, terminated, truncated, info = self.env.step(number)
+        frame, reward, terminated, _, info = self.env.step(number)
         life_lost = info["lives"] < self._lives
         self._lives = info["lives"]
-        if life_lost and self._begins_with_fire and not (terminated or truncated):
-            frame, points, terminated, truncated, _ = self.env.step(FIRE)
+        if life_lost and self._begins_with_fire and not terminated:
+            frame, points, terminated, _, _ = self.env.step(FIRE)
             reward = float(reward) + float(points)
+        self._steps += 1
+        truncated = not terminated and self._steps >= self._max_steps
         self._playing = not (terminated or truncated)
         self._frames[:-1] = frame if life_lost else self._frames[1:]  # detail 20
         self._frames[-1] = frame
@@ -149,6 +152,7 @@ class AtariGame(gym.Wrapper):
             "last_screens": [screen.copy() for screen in self._last_screens],
             "frames": self._frames.copy(),
             "lives": self._lives,
+            "steps": self._steps,
             "playing": self._playing,
         }
 
@@ -166,7 +170,7 @@ class AtariGame(gym.Wrapper):
         for screen, saved in zip(self._last_screens, state["last_screens"], strict=True):
             screen[:] = saved
         self._frames[:] = state["frames"]
-        self._lives, self._playing = state["lives"], state["playing"]
+        self._lives, self._steps, self._playing = state["lives"], state["steps"], state["playing"]
 
 
 def _require(condition: bool, message: str) -> None:

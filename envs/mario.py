@@ -113,7 +113,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         stuck_steps: decisions without new ground after which the episode ends like a death; 0 for never.
         max_episode_steps: decisions after which the episode is truncated; 0 for never (the game's clock ends
             it).
-        noop_max: each reset first waits 0 to noop_max frames, drawn at random (Mnih et al. 2015).
+        noop_max: each reset first waits 0 to noop_max frames, drawn at random (Mnih et al. 2015); at most 300.
         sticky_action_probability: probability, in each frame, that the console still sees the buttons of the
             frame before (Machado et al. 2018, section 5.2, where it is 0.25).
         full_info: fill `info` in every step.
@@ -157,6 +157,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         limits = {"stuck_steps": stuck_steps, "max_episode_steps": max_episode_steps, "noop_max": noop_max}
         for name, value in limits.items():
             _require(value >= 0, f"{name}={value}: use a positive number, or 0 to switch it off")
+        _require(noop_max <= 300, f"noop_max={noop_max}: wait at most 300 frames; in 1-2 Mario is dead after 316")
         sticky = sticky_action_probability
         _require(0 <= sticky < 1, f"sticky_action_probability={sticky}: use a probability, 0 or more and below 1")
         if isinstance(reward, str):

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import ppo_atari_mario
-from benchmarks import arguments, common, compare
+from benchmarks import arguments, common, compare, mario_learning
 from tests.conftest import ROOT
 
 BENCHMARKS = re.findall(r"^BENCHMARKS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
@@ -81,6 +81,20 @@ def test_a_run_of_other_arguments_than_todays_is_set_aside(tmp_path: Path) -> No
         assert len(list(tmp_path.glob(f"{name}.old-*/config.json"))) == 1
     arguments.set_aside_if_changed(ppo_atari_mario, words, tmp_path / "nowhere")
     assert not arguments.is_current(ppo_atari_mario, words, tmp_path / "nowhere")
+
+
+def test_a_run_that_was_set_aside_is_not_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mario_learning, "FOLDER", tmp_path)
+    logdir = tmp_path / "Mario-1-1-fceumm-default-1"
+    logdir.mkdir()
+    values = dataclasses.asdict(ppo_atari_mario.Args(backend="fceumm", gamma=0.9))
+    (logdir / "config.json").write_text(json.dumps({"args": values}))
+    (logdir / "evaluation.json").touch()
+    words = mario_learning.command("Mario-1-1", "fceumm", "default")
+    arguments.set_aside_if_changed(ppo_atari_mario, words, logdir)
+    assert not logdir.exists()
+    mario_learning.report(tmp_path)
+    assert json.loads((tmp_path / "mario_learning.json").read_text())["groups"] == {}
 
 
 def assert_can_be_compared(rows: list[dict[str, Any]]) -> None:

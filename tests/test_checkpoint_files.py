@@ -688,13 +688,19 @@ def test_a_preset_named_again_on_resume_does_not_shorten_the_run(script: ModuleT
     assert script.parse_args(again).num_envs == args.num_envs
 
 
-def test_before_the_first_evaluation_play_names_the_latest_checkpoint(script: ModuleType, tmp_path: Path) -> None:
+def test_before_the_first_evaluation_play_names_the_latest_checkpoint(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "latest.pt").touch()
     with pytest.raises(script.UsageError, match="before the first evaluation; use --checkpoint latest"):
         script.find_checkpoint(str(tmp_path), "best")
     assert script.find_checkpoint(str(tmp_path), "latest") == tmp_path / "latest.pt"
     assert script.find_checkpoint(None, "a/b.pt") == Path("a/b.pt")
-    assert script.find_checkpoint(str(tmp_path), "latest.pt") == tmp_path / "latest.pt"
+    monkeypatch.chdir(tmp_path)
+    Path("run").mkdir()
+    assert script.find_checkpoint("run", "latest.pt") == Path("latest.pt")
+    Path("run/latest.pt").touch()  # the folder's own comes first
+    assert script.find_checkpoint("run", "latest.pt") == Path("run/latest.pt")
     assert script.find_checkpoint(str(tmp_path), str(tmp_path / "latest.pt")) == tmp_path / "latest.pt"
 
 

@@ -145,6 +145,7 @@ def test_observation_shapes(fceumm: str, obs: str, stack: int | None, shape: tup
         ({"reward": "score"}, "shaped, document"),
         ({"stuck_steps": -1}, "0 to switch it off"),
         ({"noop_max": -3}, "noop_max=-3"),
+        ({"noop_max": 301}, "noop_max=301: wait at most 300 frames"),
         ({"sticky_action_probability": 1.0}, "below 1"),
         ({"render_mode": "human"}, "rgb_array"),
     ],
