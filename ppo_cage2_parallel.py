@@ -216,7 +216,7 @@ PRESETS: dict[str, dict[str, Any]] = {
                  "actions": "full", "memory": False, "learning_rate": 2e-3, "anneal_lr": False,
                  "num_minibatches": 1, "norm_adv_scope": "batch", "ent_coef": 0.01, "anneal_ent": False,
                  "eval_every": 12_500, "save_every": 25_000},
-    "workflow": {"workflow": ",".join(UNIT_TYPES), "compliance_threshold": 0.95, "min_episodes": 10},
+    "workflow": {"workflow": ",".join(UNIT_TYPES), "compliance_threshold": 0.95},
 }  # fmt: skip
 
 # What a resumed run may change; any other difference would make it another run.
@@ -926,7 +926,7 @@ class SearchArgs:
     logdir: str | None = None
     """folder of the search; default runs/search__{red agent}__{seed}__{time}"""
     resume: bool = False
-    """continue the search in --logdir with the arguments it began with; --n-workflows and --baseline may change"""
+    """continue the search in --logdir as it began; --n-workflows, --baseline and the path of --shared may change"""
     seed: int = 1
     """seed of the first orders and of all training"""
     red_agent: Literal["mixed", "b_line", "meander", "sleep"] | None = None
@@ -1095,15 +1095,15 @@ def try_order(
 
 def judge_baseline(args: SearchArgs, base: Args) -> dict[str, Any]:
     """mean_return and standard_error of --baseline's policy, which knows no workflow, on the episodes by which orders
-    are judged. Raises UsageError if it was trained with one."""
+    are judged, and "trained_with", what was different in its training. Raises UsageError if it knows a workflow."""
     path = Path(args.baseline or "")
     trained = known_args(load_checkpoint(path)["args"])
     if trained.workflow is not None:
         raise UsageError(f"--baseline {path} was trained with --workflow {trained.workflow}; name a run without one.")
-    run = replace(trained, red_agent=base.red_agent, green=base.green, version=base.version, max_steps=base.max_steps,
-                  num_envs=1, eval_episodes=args.eval_episodes, device="cpu")  # fmt: skip
-    evaluation = judge(run, path)
-    return {name: evaluation[name] for name in ("mean_return", "standard_error")}
+    played = {name: getattr(base, name) for name in ("red_agent", "green", "version", "max_steps")}
+    evaluation = judge(replace(trained, **played, num_envs=1, eval_episodes=args.eval_episodes, device="cpu"), path)
+    different = {name: getattr(trained, name) for name in played if getattr(trained, name) != played[name]}
+    return {name: evaluation[name] for name in ("mean_return", "standard_error")} | {"trained_with": different}
 
 
 def search(args: SearchArgs) -> int | None:
@@ -1155,7 +1155,7 @@ def known_so_far(args: SearchArgs, logdir: Path) -> dict[str, Any]:
             raise UsageError(f"{logdir} already holds a search: continue it with --resume, or choose another --logdir.")
         return known
     saved = saved_search(logdir)
-    for name in {*saved["args"]} - {"n_workflows", "logdir", "resume", "baseline"}:
+    for name in {*saved["args"]} - {"n_workflows", "logdir", "resume", "baseline", "shared"}:
         if getattr(args, name) != saved["args"][name]:
             values = f"from {saved['args'][name]} to {getattr(args, name)}"
             raise UsageError(f"search --resume cannot change {flag(name)} {values}.")
@@ -1227,7 +1227,9 @@ def explore(args: SearchArgs, base: Args, logdir: Path, known: dict[str, Any], i
         writer.writerows(record | {"checkpoint": str(checkpoint_of(record, logdir))} for record in history)
     plot_search(args, history, baseline, logdir / "search.png")
     if baseline is not None:
-        print(f"\nWithout a workflow: return {baseline['mean_return']:.2f} +- {baseline['standard_error']:.2f}")
+        different = ", ".join(f"{flag(name)} {value}" for name, value in baseline.get("trained_with", {}).items())
+        print(f"\nWithout a workflow: return {baseline['mean_return']:.2f} +- {baseline['standard_error']:.2f}"
+              f"{f' (trained with {different})' if different else ''}")  # fmt: skip
     best = sorted(accepted(args, history), key=lambda record: -record["mean_return"])[:5]
     print("\nThe five best" if best else "\nNo order tried was complied with: see --compliance-threshold")
     for record in best:
@@ -1268,11 +1270,9 @@ def plot_search(args: SearchArgs, history: list[dict[str, Any]], baseline: Any, 
     belief.set(title="what is believed of all orders", xlabel="order, by posterior mean", ylabel="return")
     belief.legend()
 
-    rng, number = np.random.default_rng(0), np.arange(1, len(history) + 1)
-    at_random = [np.maximum.accumulate(rng.permutation(mean)[: len(history)]) for _ in range(1000)]
+    number = np.arange(1, len(history) + 1)
     progress.step(number, np.maximum.accumulate(counted), where="post", label="best so far")
     progress.plot(number, returns, "rx", label="evaluated")
-    progress.plot(number, np.mean(at_random, axis=0), "k--", label="random search, if the posterior mean were true")
     if baseline is not None:
         progress.axhline(baseline["mean_return"], color="C2", label="a policy without a workflow")
     progress.set(title="progress", xlabel="orders tried", ylabel="return")

@@ -7,12 +7,12 @@
     python -m benchmarks.cage2_workflows page         # replays, pictures and the results page from all of these
     python -m benchmarks.cage2_workflows --quick      # everything in small, into runs/bench
 
-A shared policy comes from `python ppo_cage2_parallel.py --workflow any --red-agent b_line`; its run says what is
-played. `table` fine-tunes and evaluates every order as the search would, stores each at once and goes on where it was
-stopped; a second shared policy, of another seed, is only evaluated, to see whether orders differ or policies. In a
-search all evaluations have the same seeds, so that looking a return up in the table is what the search would have seen:
-`page` replays it, 200 times a rule. Results: cage2_workflows_{red agent}.json, ..._search_..., ..._sharing_... and
-..._claims.
+A shared policy comes from `python ppo_cage2_parallel.py --workflow any --red-agent b_line --total-timesteps 5000000
+--eval-every 500000`; its run says what is played. `table` fine-tunes and evaluates every order as the search would,
+stores each at once and goes on where it was stopped; a second shared policy, of another seed, is only evaluated, to see
+whether orders differ or policies. In a search all evaluations have the same seeds, so that looking a return up in the
+table is what the search would have seen: `page` replays it, 200 times a rule. Results: cage2_workflows_{red
+agent}.json, ..._search_..., ..._sharing_... and ..._claims.
 """
 
 from __future__ import annotations
@@ -214,6 +214,12 @@ def store_searches(folders: list[Path], results: Path) -> None:
         shutil.copyfile(logdir / "search.png", results / f"{name}.png")
 
 
+def measured_on(data: dict[str, Any]) -> str:
+    """When, where and beside how much else a part was measured; the foot of the page is about its writing."""
+    machine = data["machine"]
+    return f"{machine['date'][:10]}, {machine['cores']} x {machine['cpu']}, load {machine['load_average'][0]:.0f}"
+
+
 def search_section(folder: Path) -> list[str]:
     rows = []
     for red in RED_AGENTS:
@@ -229,12 +235,13 @@ def search_section(folder: Path) -> list[str]:
                      f"{len(good)} of {len(history)}", f"{min(record['compliance'] for record in history):.3f}",
                      f"{np.nanmean([record['strict_compliance'] for record in history]):.3f}",
                      f"{returns[0]:.2f} to {returns[-1]:.2f}", f"{BASELINES[red]}", best["workflow"].replace(",", ", "),
-                     f"{data['wall_seconds'] / 60:.1f}", f"{data['shared_seconds'] / 60:.1f}"])  # fmt: skip
+                     f"{data['wall_seconds'] / 60:.1f}",
+                     f"{data['shared_seconds'] / 60:.1f}", measured_on(data)])  # fmt: skip
     if not rows:
         return []
     header = ["red agent", "rules", "compliance 0.95 confirmed", "and the baseline's return", "least compliance",
-              "mean strict compliance", "returns", "baseline", "best order", "minutes",
-              "shared policy's part"]  # fmt: skip
+              "mean strict compliance", "returns", "baseline", "best order", "minutes", "shared policy's part",
+              "measured"]  # fmt: skip
     return [
         "## Whole searches\n",
         "20 orders with the defaults of `search`, shared policy included. Baseline: the source project's PPO without "
@@ -451,13 +458,15 @@ def write_page(folder: Path, replays: int) -> None:
             f"{np.mean([record['needless_fixes'] for record in orders]):.1f}",
             f"{shape['worst']:.2f} / {shape['mean']:.2f} / {shape['best']:.2f}", f"{shape['sd']:.2f}",
             f"{shape['error']:.2f}", f"{shape['levels']}", f"{shape['explained_by_six']:.2f}", f"{agreement:.2f}",
-            best["workflow"].replace(",", ", "), f"{sum(record['cpu_seconds'] for record in orders) / 60:.1f}",
+            best["workflow"].replace(",", ", "),
+            f"{sum(record['cpu_seconds'] for record in orders) / 60:.1f}", measured_on(table),
         ])  # fmt: skip
     header = ["red agent", "rules", "compliance 0.95 confirmed", "and return at least HEAD's baseline",
               "least compliance", "mean strict compliance", "needless fixes an episode", "return: worst / mean / best",
               "sd over orders", "standard error of one", "levels",
               "variance between the six orders of user, enterprise, op_server",
-              "rank correlation with a second seed, not fine-tuned", "best order", "CPU minutes"]  # fmt: skip
+              "rank correlation with a second seed, not fine-tuned", "best order", "CPU minutes",
+              "measured"]  # fmt: skip
     lines += [markdown_table(["", *[row[0] for row in rows]], [[name, *[row[i] for row in rows]] for i, name in
                                                                enumerate(header) if i]),
               "Baselines: -20.2 against B_line, -18.2 against Meander (the source project's PPO without workflows, "
@@ -500,14 +509,15 @@ def sharing_section(folder: Path) -> list[str]:
             span = f"{number(reached[0])} to {number(reached[-1])}" if reached else ""
             total = data["shared"][key]
             per_order = "" if total is None else f"{total / len(ORDERS):,.0f}"
-            rows.append([red, name, f"{len(reached)} of {len(fresh)}", median, span, number(total), per_order])
+            rows.append([red, data["version"], name, f"{len(reached)} of {len(fresh)}", median, span, number(total),
+                         per_order])  # fmt: skip
         bands.append(
             [red, *[f"{np.nanmean([run['bands'].get(band, math.nan) for run in fresh]):.2f}" for band in BANDS]]
         )
     if not rows:
         return []
-    header = ["red agent", "until", "fresh: reached", "fresh: median", "fresh: range", "shared, all orders",
-              "shared, an order's part"]  # fmt: skip
+    header = ["red agent", "rules", "until", "fresh: reached", "fresh: median", "fresh: range",
+              "shared, mean of all orders", "shared, an order's part"]  # fmt: skip
     return [
         "## What sharing saves\n",
         "Environment steps until a deterministic evaluation reaches it. Fresh: a policy an order, 25 environments, "
@@ -537,7 +547,8 @@ def claims_section(folder: Path) -> list[str]:
     )
     return [
         "## The document's claims about 25 environments\n",
-        "Its preset, one order: whole training loop, fresh processes in turn, medians of three.\n",
+        "Its preset, one order: whole training loop, fresh processes in turn, medians of three "
+        f"({measured_on(claims)}).\n",
         markdown_table(["", "steps/s", "episodes/s", "peak memory, MiB", "workers' memory, MiB"], rows),
         f"Variance of the first gradient, one episode over 25: {variance:.1f} (25 if episodes are independent). "
         f"Distinct observations in a batch: {one:.1f} of 100 against {many:.0f} of 2,500, {many / one:.1f} times.\n",

@@ -822,8 +822,13 @@ def test_a_search_reports_the_policy_without_a_workflow_beside_the_orders(
     agent = cage2.Agent(cage2.make_envs(same), same)
     cage2.load_policy(agent, plain)
     expected = cage2.evaluate(agent, same, seed=1_000_000)
-    assert saved["baseline"] == {name: expected[name] for name in ("mean_return", "standard_error")}
-    assert f"Without a workflow: return {expected['mean_return']:.2f} +- " in capsys.readouterr().out
+    different = {name: getattr(trained, name) for name in ("red_agent", "max_steps", "version")
+                 if getattr(trained, name) != getattr(run, name)}  # fmt: skip
+    assert saved["baseline"] == {"mean_return": expected["mean_return"], "standard_error": expected["standard_error"],
+                                 "trained_with": different}  # fmt: skip
+    output = capsys.readouterr().out
+    assert f"Without a workflow: return {expected['mean_return']:.2f} +- " in output
+    assert f"(trained with --red-agent {trained.red_agent}" in output
     with pytest.raises(cage2.UsageError, match="was trained with --workflow any; name a run without one"):
         cage2.search(search_args(cage2, tmp_path / "t", shared, baseline=str(shared)))
     assert not (tmp_path / "t" / "history.json").exists()  # nothing is in the way of a second try
@@ -860,8 +865,10 @@ def test_another_baseline_is_judged_anew_and_under_the_searchs_own_rules(
     assert second["args"]["baseline"] == str(tmp_path / "other.pt")
     assert second["baseline"]["mean_return"] == cage2.judge(same, tmp_path / "other.pt")["mean_return"]
     assert second["baseline"] != first["baseline"]
-    assert cage2.main(argv) == 0
+    (tmp_path / "green.pt").rename(tmp_path / "moved.pt")
+    assert cage2.main([*argv, "--n-workflows", "2", "--shared", str(tmp_path / "moved.pt")]) == 0
     assert saved()["baseline"] == second["baseline"]
+    assert len(saved()["history"]) == 2
 
 
 def test_an_order_whose_last_policy_is_not_on_the_disk_is_not_judged(
