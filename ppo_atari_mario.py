@@ -1010,6 +1010,8 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     render_mode = "human" if play_args.render else "rgb_array" if play_args.save_gif else None
     say: Callable[[str], None] = print if not play_args.quiet else lambda text: None
     folder = Path(play_args.gif_dir or logdir / "gifs") / time.strftime("run_%Y%m%d-%H%M%S")
+    if play_args.save_gif:
+        folder.mkdir(parents=True, exist_ok=True)  # before a game is played for nothing
     returns, successes = [], []
     for i in range(play_args.episodes):
         seed = play_args.seed + i
@@ -1750,6 +1752,8 @@ def explain(args: Args) -> int | None:
 def parse_args(argv: list[str]) -> Args:
     """Defaults, then the presets named after --configs (or the arguments of the run to --resume), then flags."""
     values: dict[str, Any] = {}
+    if "--config" in argv:  # as tyro, which knows nothing of --configs, would not say
+        raise UsageError("There is no --config; did you mean --configs?")
     argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--configs=") else [word])]
     while "--configs" in argv:
         start = argv.index("--configs")

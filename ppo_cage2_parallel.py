@@ -1219,7 +1219,7 @@ def explore(args: SearchArgs, base: Args, logdir: Path, known: dict[str, Any], i
             save()
             print(f"{len(history):>3} {summary_of(tried)} after {tried['steps']:,} steps", flush=True)
     if interrupt.signum:
-        print(f"stopped; continue with search --resume --logdir {logdir}")
+        print(f"The search has stopped; continue it with search --resume --logdir {logdir}")
         return interrupt.signum
     with open(logdir / "search.csv", "w", newline="") as stream:
         writer = csv.DictWriter(stream, history[-1], extrasaction="ignore", lineterminator="\n")
@@ -1409,6 +1409,8 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
         at_once = min(os.cpu_count() or 1, at_once)  # a process for each: CybORG draws from the process's `random`
     render_mode = "ansi" if play_args.render else "rgb_array" if play_args.save_gif else None
     folder = Path(play_args.gif_dir or logdir / "gifs") / time.strftime("run_%Y%m%d-%H%M%S")
+    if play_args.save_gif:
+        folder.mkdir(parents=True, exist_ok=True)  # before a game is played for nothing
     agent: Agent | None = None
     rewards: dict[str, Any] = {}  # (num_steps, episodes) by red agent
     blue_actions = np.zeros((args.max_steps, len(ACTION_NAMES)))
@@ -2211,6 +2213,8 @@ def explain(args: Args) -> int | None:
 def parse_args(argv: list[str]) -> Args:
     """Defaults, then the presets named after --configs (or the arguments of the run to --resume), then flags."""
     values: dict[str, Any] = {}
+    if "--config" in argv:  # as tyro, which knows nothing of --configs, would not say
+        raise UsageError("There is no --config; did you mean --configs?")
     argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--configs=") else [word])]
     while "--configs" in argv:
         start = argv.index("--configs")

@@ -670,6 +670,9 @@ def learn(
     if args.time_scaled_reward:
         print("warning: time-scaled rewards hide growing costs; judge by rollout/LTA_return, which is of raw rewards.")
 
+    if args.average_reward and args.gamma != Args.gamma:
+        print(f"warning: --gamma {args.gamma} means nothing with --average-reward, whose gamma is 1.")
+
     counters = Counters()
     episode_returns, episode_lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)  # under way
     env_obs, _ = vec_env.reset(seed=args.seed + first_env)
@@ -971,6 +974,8 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     statistics = to_arrays(checkpoint["observation_statistics"])
     render_mode = "human" if play_args.render else "rgb_array" if play_args.save_gif else None
     folder = Path(play_args.gif_dir or logdir / "gifs") / time.strftime("run_%Y%m%d-%H%M%S")
+    if play_args.save_gif:
+        folder.mkdir(parents=True, exist_ok=True)  # before a game is played for nothing
     returns = []
     for i in range(play_args.episodes):
         seed = play_args.seed + i
@@ -1717,6 +1722,8 @@ def explain(args: Args) -> int | None:
 def parse_args(argv: list[str]) -> Args:
     """Defaults, then the presets named after --configs (or the arguments of the run to --resume), then flags."""
     values: dict[str, Any] = {}
+    if "--config" in argv:  # as tyro, which knows nothing of --configs, would not say
+        raise UsageError("There is no --config; did you mean --configs?")
     argv = [part for word in argv for part in (word.split("=", 1) if word.startswith("--configs=") else [word])]
     while "--configs" in argv:
         start = argv.index("--configs")

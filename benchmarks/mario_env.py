@@ -14,6 +14,7 @@ one thread, so seconds are CPU seconds: what others do on the machine meanwhile 
 """
 
 import argparse
+import shutil
 import subprocess
 import time
 from collections.abc import Callable
@@ -171,6 +172,8 @@ def main() -> None:
     parser.add_argument("--peer-python", help="an interpreter with the canonical stack; left out if not given")
     parser.add_argument("--quick", action="store_true", help="two rounds of half a second")
     args = parser.parse_args()
+    if args.peer_python and shutil.which(args.peer_python) is None:
+        parser.error(f"--peer-python {args.peer_python} is no program; --help says how to make one")
     if args.quick:
         args.rounds, args.seconds = 2, 0.5
 

@@ -140,7 +140,7 @@ def main() -> None:
     parser.add_argument("--pip-nes-py", metavar="FOLDER", help="a folder with nes-py as pip builds it, for SB3")
     options = parser.parse_args()
     if options.pip_nes_py and not list(Path(options.pip_nes_py).glob("nes_py/lib_nes_env*")):
-        parser.error(f"--pip-nes-py {options.pip_nes_py} holds no nes_py; the text above says how to put one there")
+        parser.error(f"--pip-nes-py {options.pip_nes_py} holds no nes_py; --help says how to put one there")
     if options.quick:
         options.num_envs, options.num_steps, options.rounds = 8, 32, 2
     if options.num_envs * options.num_steps % MINIBATCH_SIZE:

@@ -322,7 +322,7 @@ def main(argv: list[str]) -> int:
         name = slug(commands[0]) + (f"_and_{len(commands) - 1}_more" if len(commands) > 1 else "")
         report(runs, options.metric, options.folder, name)
         return 0
-    except UsageError as error:
+    except (UsageError, OSError) as error:  # a folder that cannot be written
         print(f"error: {error}", file=sys.stderr)
         return 2
 

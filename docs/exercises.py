@@ -70,7 +70,10 @@ def main() -> None:
     elif Path(args.copy).exists():
         parser.error(f"{args.copy} exists: delete it, or name another file.")
     else:
-        Path(args.copy).write_text(plant(args.number))
+        try:
+            Path(args.copy).write_text(plant(args.number))
+        except OSError as error:
+            parser.error(f"{args.copy} cannot be written: {error.strerror}.")
         print(f"{args.copy} has bug {args.number} in it. Find it; then: pytest --script {args.copy}")
 
 

@@ -215,7 +215,14 @@ class WorkerPool:
         for worker in self.workers:
             self._start(worker)
         deadline = self._deadline()
-        return [self._constructed(worker, deadline) for worker in self.workers]
+        descriptions, waiting = dict[Worker, Any](), self.workers
+        while waiting:  # first come, first served: what one raises must not wait for another that is slow, or hangs
+            connection.wait([worker.pipe for worker in waiting], LIVENESS_SECONDS)
+            late = time.monotonic() >= deadline
+            ready = [worker for worker in waiting if late or worker.pipe.poll(0) or not worker.process.is_alive()]
+            descriptions |= {worker: self._constructed(worker, deadline) for worker in ready}
+            waiting = [worker for worker in waiting if worker not in ready]
+        return [descriptions[worker] for worker in self.workers]
 
     def _start(self, worker: Worker) -> None:
         others = [other for other in self.workers if other.started and other is not worker]
@@ -376,8 +383,10 @@ class WorkerPool:
     def _environment_error(self, errors: list[EnvError], name: str) -> WorkerError:
         """Return the report of exceptions in environments."""
         message = "\n".join(
-            f"{error.name} during {name} in {self._describe(error.env_index)}: {error.message}\n\n{error.trace}"
-            for error in errors
+            f"{error.name} during {name} in {self._describe(error.env_index)}: {error.message}"
+            # what many environments have in common is shown once
+            + (f"\n\n{error.trace}" if all(error.trace != other.trace for other in errors[:i]) else "")
+            for i, error in enumerate(errors)
         )
         last = errors[-1]
         module = sys.modules.get(last.module)

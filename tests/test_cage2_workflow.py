@@ -731,7 +731,7 @@ def test_a_signal_ends_a_search_in_the_middle_of_an_order_and_it_can_go_on(
     os.kill(pid, signum)
     assert wait(pid) == code
     text = output.read_text()
-    assert text.splitlines()[-1] == f"stopped; continue with search --resume --logdir {logdir}"
+    assert text.splitlines()[-1] == f"The search has stopped; continue it with search --resume --logdir {logdir}"
     assert "Traceback" not in text
     assert json.loads((logdir / "history.json").read_text())["history"] == []  # the order is not done
     (order,) = logdir.glob("001_*")

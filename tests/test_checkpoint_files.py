@@ -653,6 +653,7 @@ def test_help_that_nobody_reads_to_its_end_is_no_error(script: ModuleType) -> No
         (["--configs"], "--configs needs the name of a preset: defaults"),
         (["--configs", "--seed", "1"], "--configs needs the name of a preset: defaults"),
         (["--configs=nothing"], "There is no preset 'nothing'"),
+        (["--config", "debug"], "There is no --config; did you mean --configs?"),
         (["--no-norm-adv", "--norm-adv-scope", "batch"], "--norm-adv-scope batch needs --norm-adv"),
         (["--learning-rate", "1e39"], "--learning-rate must be positive and below 1e38, not 1e+39"),
         (["play"], "play needs --logdir, a run folder, or --checkpoint"),

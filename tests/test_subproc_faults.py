@@ -281,6 +281,13 @@ def test_a_fault_in_a_constructor_is_reported_with_its_cause(context: str, kind:
     assert time.monotonic() - start < 15.0
 
 
+def test_what_a_constructor_raises_does_not_wait_for_another_that_hangs() -> None:
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"ValueError during construction in environment 1 .*the door"):
+        SubprocVecEnv([partial(FaultyEnv, kind, "constructor") for kind in ("hang", "exception")], 2)
+    assert time.monotonic() - start < 8.0
+
+
 @pytest.mark.filterwarnings("ignore:.*ERROR")
 def test_all_environments_that_raised_in_a_step_are_reported() -> None:
     env_fns = [partial(FaultyEnv, "exception", "step")] * 3 + [CountEnv]
@@ -290,6 +297,7 @@ def test_all_environments_that_raised_in_a_step_are_reported() -> None:
     with pytest.raises(ValueError, match="the door is stuck") as caught:
         envs.step([0, 0, 0, 0])
     assert [f"step in environment {n} " in str(caught.value) for n in range(4)] == [True, True, True, False]
+    assert str(caught.value).count("Traceback") == 1  # it is the same for all three
     close_in_time(envs)
 
 
