@@ -511,11 +511,13 @@ def test_rewards_divided_by_time(continuous: ModuleType, run_tiny: Run, monkeypa
 
 
 def test_average_reward_mode_subtracts_a_running_average_and_does_not_discount(
-    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch
+    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """rho starts at the first rollout's mean reward, then moves a tenth of the way to each new one."""
     calls = spy(monkeypatch, continuous, "compute_gae")
-    result = run_tiny(average_reward=True, norm_reward=False, total_timesteps=320, vec_env="sync", reset_steps=None)
+    values = {"total_timesteps": 320, "vec_env": "sync", "reset_steps": None, "gamma": 0.5}
+    result = run_tiny(average_reward=True, norm_reward=False, **values)
+    assert "--gamma 0.5 means nothing with --average-reward" in capsys.readouterr().out
     progress = columns(result["logdir"])
     rho = progress["rollout/mean_reward"][0]
     for i, ((targets, _, _, _, _, gamma, _), _) in enumerate(calls):
