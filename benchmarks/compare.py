@@ -6,8 +6,9 @@ Absolute times say more about the machine and its load than about a change, so o
 run, our candidate's figure over the geometric mean of the peers' figures of that round. The change is that ratio in
 NEW over that in OLD, as a geometric mean over rounds, with Welch's t interval for the logarithms (scipy). All
 intervals together hold with 95 % (each is widened for their number), so two runs of the same code seldom raise an
-alarm. A candidate has regressed if its change is below the threshold and its interval below 1; a loss that the noise
-hides is not found, and takes more rounds. Exit code: 0, 1 for a regression, 2 for files that cannot be compared.
+alarm. A candidate has regressed if its change is below the threshold and its interval below 1. Where the interval is
+so wide that a loss down to the threshold would not have been found, that is said: it takes more rounds. Exit code: 0,
+1 for a regression, 2 for files that cannot be compared.
 """
 
 import argparse
@@ -66,7 +67,8 @@ def change(old: np.ndarray, new: np.ndarray, confidence: float) -> tuple[float, 
 
 def compare(old: dict[str, Any], new: dict[str, Any], threshold: float) -> list[dict[str, Any]]:
     """A dict for each of our candidates that stands beside a shared peer in both results: group, name, peers, old and
-    new ratio, change, its interval, and whether it regressed. Raises UsageError if there is none."""
+    new ratio, change, its interval, whether it regressed, and whether it is too noisy to tell. Raises UsageError if
+    there is none."""
     ours, peers = [figures_of(data, False) for data in (old, new)], [figures_of(data, True) for data in (old, new)]
     pairs: list[tuple[str, str, list[str], np.ndarray, np.ndarray]] = []
     for group in [group for group in ours[1] if group in ours[0]]:
@@ -87,6 +89,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], threshold: float) -> list[
             "group": group, "name": name, "peers": shared, "old": float(np.exp(before.mean())),
             "new": float(np.exp(after.mean())), "change": ratio, "interval": (low, high),
             "regressed": ratio < threshold and high < 1,
+            "too_noisy": not (ratio < threshold and high < 1) and threshold * high / ratio >= 1,
         })  # fmt: skip
     return compared
 
@@ -96,7 +99,8 @@ def report(old: dict[str, Any], new: dict[str, Any], compared: list[dict[str, An
     rows = [
         [
             row["group"], row["name"], f"{row['old']:.2f}", f"{row['new']:.2f}", f"{row['change']:.3f}",
-            f"{row['interval'][0]:.3f} to {row['interval'][1]:.3f}", "**slower**" if row["regressed"] else "",
+            f"{row['interval'][0]:.3f} to {row['interval'][1]:.3f}",
+            "**slower**" if row["regressed"] else "too noisy" if row["too_noisy"] else "",
         ]
         for row in compared
     ]  # fmt: skip
@@ -114,8 +118,9 @@ def report(old: dict[str, Any], new: dict[str, Any], compared: list[dict[str, An
     for fact in ("cpu", "cores"):
         if old["machine"][fact] != new["machine"][fact]:
             page += f"Note: the {fact} differ, and ratios of different machines may differ without any change.\n"
-    slower = sum(row["regressed"] for row in compared)
-    return page + f"{slower} of {len(compared)} are slower than {threshold:g} of what they were.\n"
+    slower, noisy = (sum(row[name] for row in compared) for name in ("regressed", "too_noisy"))
+    page += f"{slower} of {len(compared)} are slower than {threshold:g} of what they were"
+    return page + (f"; {noisy} are too noisy to tell.\n" if noisy else ".\n")
 
 
 def main(argv: list[str]) -> int:

@@ -672,7 +672,7 @@ def compare_curves(seeds: Sequence[int]) -> None:
     header = ["seed", "run", "last evaluation", "return of the last ten rollouts", "first update with rewards apart by "
               "1e-6", "by 1 %"]  # fmt: skip
     page += markdown_table(header, rows) + "\n![episodic returns](distributed_curves.png)\n"
-    write_results("distributed_curves", data, page + "\n" + machine_line(info))
+    write_results("distributed_curves", data, page + "\n" + machine_line(info, "Page written"))
     draw_curves(data, RESULTS / "distributed_curves.png")
 
 

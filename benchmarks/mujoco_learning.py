@@ -11,7 +11,8 @@ that is finished is not repeated, so the command can be stopped and started at w
 runs themselves: ten deterministic episodes with fixed seeds and frozen normalisation.
 
 results/mujoco_learning_{steps}.json keeps every seed's curve. A report adds the finished runs to it and drops those
-with other arguments than the task has today, so run folders may be deleted. Presets were chosen on seeds from 101 up.
+with other arguments than the task has today, ours or SB3's, so run folders may be deleted. Presets were chosen on seeds
+from 101 up.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from benchmarks.common import (
     markdown_table,
     write_results,
 )
+from benchmarks.sb3_zoo import ZOO
 from benchmarks.seeds import Run, number, statistics_of, with_interval
 
 FOLDER = ROOT / "runs" / "learning"
@@ -86,13 +88,18 @@ def run(task: str, steps: int, seed: int, workers: int) -> None:
 
 
 def run_peer(task: str, steps: int, seed: int) -> None:
-    """Run or skip SB3 on one task; what was killed begins anew."""
+    """Run or skip SB3 on one task; what was killed, or had other parameters, begins anew."""
     folder = FOLDER / f"sb3-{task}-{steps}-{seed}"
-    if not (folder / "seconds.txt").exists():
+    if not is_finished_peer(folder, task):
+        (folder / "seconds.txt").unlink(missing_ok=True)
         options = ["--task", task, "--steps", str(steps), "--seed", str(seed), "--folder", str(folder)]
         started = time.perf_counter()
         run_process(["-m", "benchmarks.sb3_zoo", *options], folder)
         (folder / "seconds.txt").write_text(str(time.perf_counter() - started))
+
+
+def is_finished_peer(folder: Path, task: str) -> bool:
+    return (folder / "seconds.txt").exists() and read_run(folder).get("options", ZOO[task]) == ZOO[task]
 
 
 def run_process(words: list[str], folder: Path) -> None:
@@ -112,6 +119,7 @@ def read_run(logdir: Path) -> dict[str, Any]:
     """What the results keep of a finished run, ours or SB3's."""
     evaluations = {key.removeprefix("eval/"): x.tolist() for key, x in script.read_csv(logdir / "eval.csv").items()}
     cpu, cpu_seconds, seconds = (logdir / f"{name}.txt" for name in ("cpu", "cpu_seconds", "seconds"))
+    options = logdir / "options.json"  # SB3's; its first runs did not write them
     return {
         "seconds": float(
             seconds.read_text() if seconds.exists() else script.read_csv(logdir / "timing.csv")["time/seconds"][-1]
@@ -119,7 +127,7 @@ def read_run(logdir: Path) -> dict[str, Any]:
         "cpu_seconds": sum(map(float, cpu_seconds.read_text().split())) if cpu_seconds.exists() else None,
         "cpu": cpu.read_text() if cpu.exists() else cpu_model(),
         "evaluations": evaluations,
-    }
+    } | ({"options": json.loads(options.read_text())} if options.exists() else {})
 
 
 def merge(stored: dict[str, Any], task: str, steps: int) -> dict[str, Any]:
@@ -133,9 +141,12 @@ def merge(stored: dict[str, Any], task: str, steps: int) -> dict[str, Any]:
         logdir = config.parent
         if is_finished(logdir) and args_of_run(script, logdir) == args:
             seeds[str(json.loads(config.read_text())["args"]["seed"])] = read_run(logdir)
-    peers = stored.get("sb3_seeds", {})
-    for finished in FOLDER.glob(f"sb3-{task}-{steps}-*/seconds.txt"):
-        peers[finished.parent.name.split("-")[-1]] = read_run(finished.parent)
+    peers = {
+        seed: run for seed, run in stored.get("sb3_seeds", {}).items() if run.get("options", ZOO[task]) == ZOO[task]
+    }
+    for folder in FOLDER.glob(f"sb3-{task}-{steps}-*"):
+        if is_finished_peer(folder, task):
+            peers[folder.name.split("-")[-1]] = read_run(folder)
     seeds, peers = ({seed: runs[seed] for seed in sorted(runs, key=int)} for runs in (seeds, peers))
     return {"command": "python " + " ".join(command(task, steps, 1)), "args": args, "seeds": seeds, "sb3_seeds": peers}
 
@@ -145,8 +156,9 @@ def report(steps: int, folder: Path = RESULTS) -> None:
     name = f"mujoco_learning_{steps // 1_000}k"
     path = folder / f"{name}.json"
     stored = json.loads(path.read_text())["tasks"] if path.exists() else {}
-    tasks = {task: merge(stored.get(task, {}), task, steps) for task in TASKS}
-    tasks = {task: result for task, result in tasks.items() if result["seeds"]}
+    everything = {task: merge(stored.get(task, {}), task, steps) for task in TASKS}
+    everything = {task: result for task, result in everything.items() if result["seeds"] or result["sb3_seeds"]}
+    tasks = {task: result for task, result in everything.items() if result["seeds"]}
     with_sb3 = any(result["sb3_seeds"] for result in tasks.values())
     rows = []
     for task, result in tasks.items():
@@ -183,7 +195,7 @@ def report(steps: int, folder: Path = RESULTS) -> None:
     info = machine_info(["torch", "gymnasium", "mujoco", "numpy"])
     cpus = sorted({run["cpu"] for result in tasks.values() for run in result["seeds"].values()})
     page += f"\n![curves]({name}.png)\n\nRuns on {' and '.join(cpus)}. {machine_line(info, 'Page written')}"
-    write_results(name, {"machine": info, "tasks": tasks}, page, folder)
+    write_results(name, {"machine": info, "tasks": everything}, page, folder)
     if tasks:
         draw(tasks, folder / f"{name}.png")
 

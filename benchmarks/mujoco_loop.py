@@ -54,8 +54,7 @@ EPOCHS = 10
 CANDIDATES = ["limit", "ours: batch", "ours: batch, no compile", "ours: subproc", "CleanRL-style: sync",
               "CleanRL-style: async", "CleanRL-style: envpool", "SB3: dummy", f"SB3: dummy, {CORES} threads",
               "SB3: subproc", f"SB3: subproc, {CORES} threads"]  # fmt: skip
-PEERS = [name for name in CANDIDATES if name.startswith(("CleanRL", "SB3"))]
-REFERENCES = ("limit", "CleanRL-style: sync", "SB3: dummy")
+NOT_OURS = [name for name in CANDIDATES if not name.startswith("ours")]
 SETTINGS = {  # name -> (num_envs, num_steps, minibatch)
     "16 x 128, minibatch 64": (16, 128, 64),
     "16 x 128, minibatch 256": (16, 128, 256),
@@ -152,6 +151,30 @@ def split_of(shares: dict) -> str:
     return f"{env:.0%} / {1 - env - update:.0%} / {gae:.0%} / {update - gae:.0%}"
 
 
+def page_of(data: dict[str, Any]) -> str:
+    """Markdown of what was measured: a table for each task and setting, beside SB3 in its fastest form there."""
+    groups: dict[str, dict[str, list[float]]] = {}
+    for row in data["rows"]:
+        groups.setdefault(row["group"], {})[row["name"]] = row["rounds"]
+    rounds, updates = len(data["rows"][0]["rounds"]), data["updates"]
+    page = "# Whole-loop training throughput on MuJoCo\n\n`python -m benchmarks.mujoco_loop`: " + (
+        f"environment steps per second, median of {rounds} interleaved rounds of {updates} updates "
+        f"(peers {min(updates, PEERS_UPDATES)}); ratios are medians of the ratios within rounds.\n"
+    )
+    for group, figures in groups.items():
+        speeds = {name: summary(rounds)["median"] for name, rounds in figures.items()}
+        fastest_sb3 = max((name for name in speeds if name.startswith("SB3")), key=lambda name: speeds[name])
+        references = ("limit", "CleanRL-style: sync", fastest_sb3)
+        rows = []
+        for name, measured in figures.items():
+            ratios = [f"{median_ratio(measured, figures[reference]):.2f}" for reference in references]
+            rows.append([name, f"{speeds[name]:,.0f}", *ratios, split_of(data["last_shares"][group][name])])
+        header = ["loop", "steps/s", *(f"x {reference}" for reference in references),
+                  "environment / inference / advantages / update"]  # fmt: skip
+        page += f"\n## {group}\n\n" + markdown_table(header, rows)
+    return page
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="HalfCheetah, one setting, three candidates, two rounds")
@@ -168,34 +191,23 @@ def main() -> None:
     if unknown:
         parser.error(f"--envs {unknown[0]}: choose among {', '.join(TASKS)}")
     settings = dict(list(SETTINGS.items())[: 1 if options.quick else 3])
-    names = ["ours: batch", *REFERENCES] if options.quick else list(CANDIDATES)
+    names = ["ours: batch", "limit", "CleanRL-style: sync", "SB3: dummy"] if options.quick else list(CANDIDATES)
     if "CleanRL-style: envpool" in names and find_spec("envpool") is None:
         print("envpool is not installed: left out")
         names.remove("CleanRL-style: envpool")
     rounds = options.rounds or (2 if options.quick else 5)
     updates = 3 if options.quick else UPDATES
     info = machine_info(["torch", "gymnasium", "mujoco", "numpy", "stable-baselines3", "envpool"])
-    data: dict = {"machine": info, "rows": [], "last_shares": {}}
-    page = "# Whole-loop training throughput on MuJoCo\n\n`python -m benchmarks.mujoco_loop`: " + (
-        f"environment steps per second, median of {rounds} interleaved rounds of {updates} updates "
-        f"(peers {min(updates, PEERS_UPDATES)}); ratios are medians of the ratios within rounds.\n"
-    )
+    data: dict = {"machine": info, "updates": updates, "rows": [], "last_shares": {}}
     for env_id in env_ids:
         for setting, sizes in settings.items():
             shares: dict = {}
             candidates = {name: partial(in_process, shares, name, env_id, sizes, updates) for name in names}
             figures = interleave(candidates, rounds)
-            data["rows"] += rows_of(f"{env_id}, {setting}", figures, PEERS)
+            data["rows"] += rows_of(f"{env_id}, {setting}", figures, NOT_OURS)
             data["last_shares"][f"{env_id}, {setting}"] = shares
-            rows = []
-            for name in names:
-                ratios = [f"{median_ratio(figures[name], figures[reference]):.2f}" for reference in REFERENCES]
-                rows.append([name, f"{summary(figures[name])['median']:,.0f}", *ratios, split_of(shares[name])])
-            header = ["loop", "steps/s", *(f"x {reference}" for reference in REFERENCES),
-                      "environment / inference / advantages / update"]  # fmt: skip
-            page += f"\n## {env_id}, {setting}\n\n" + markdown_table(header, rows)
             folder = QUICK_RESULTS if options.quick else RESULTS
-            write_results("mujoco_loop", data, page + "\n" + machine_line(info), folder)
+            write_results("mujoco_loop", data, page_of(data) + "\n" + machine_line(info), folder)
 
 
 if __name__ == "__main__":

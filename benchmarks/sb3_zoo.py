@@ -11,6 +11,9 @@ from __future__ import annotations
 
 import argparse
 import csv
+import fcntl
+import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +63,7 @@ EVAL_SEED = 10_000  # as `evaluate` of ppo_continuous_mujoco.py has it
 
 
 def train(task: str, steps: int, seed: int, folder: Path) -> None:
-    """Train once; writes eval.csv into `folder`, one row per evaluation."""
+    """Train once; writes eval.csv, one row per evaluation, and options.json into `folder`."""
     import gymnasium as gym
     import torch
     from stable_baselines3 import PPO
@@ -103,6 +106,12 @@ def train(task: str, steps: int, seed: int, folder: Path) -> None:
             return True
 
     folder.mkdir(parents=True, exist_ok=True)
+    lock = open(folder / "lock", "w")  # noqa: SIM115 (held until this process ends)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        sys.exit(f"error: {folder} is in use by another process.")
+    (folder / "options.json").write_text(json.dumps(ZOO[task]))
     (folder / "eval.csv").write_text("global_step,eval/mean_return,eval/std_return\n")
     model.learn(steps, callback=Evaluation())
     evaluate(model.num_timesteps)

@@ -213,12 +213,28 @@ def with_interval(statistics: dict[str, Any], name: str) -> str:
     return number(statistics[name]) + (f" ({number(bounds[0])} to {number(bounds[1])})" if bounds else "")
 
 
-def report(runs: list[Run], metric: str, folder: Path, name: str) -> None:
-    """Write name.json, name.md and name.png on the finished runs. Raises UsageError if there is none."""
-    by_command: dict[str, list[tuple[int, dict[str, np.ndarray]]]] = {}
+def require_equal_settings(runs: list[Run]) -> None:
+    """Raise UsageError if seeds of one command were trained with different arguments, as after a change of presets."""
+    first: dict[str, tuple[Run, dict[str, Any]]] = {}
     for run in runs:
-        if run.is_finished():
-            by_command.setdefault(shlex.join(run.command), []).append((run.seed, curve_of(run, metric)))
+        args = json.loads((run.logdir / "config.json").read_text())["args"]
+        other, expected = first.setdefault(shlex.join(run.command), (run, args))
+        for name in args.keys() & expected.keys() - {"seed", "logdir", "resume"}:
+            if args[name] != expected[name]:
+                raise UsageError(
+                    f"{other.logdir} was trained with {name} {expected[name]}, {run.logdir} with {args[name]}: delete "
+                    "the one that is no longer wanted."
+                )
+
+
+def report(runs: list[Run], metric: str, folder: Path, name: str) -> None:
+    """Write name.json, name.md and name.png on the finished runs. Raises UsageError if there is none, or if seeds of
+    one command differ in more than the seed."""
+    by_command: dict[str, list[tuple[int, dict[str, np.ndarray]]]] = {}
+    finished = [run for run in runs if run.is_finished()]
+    require_equal_settings(finished)
+    for run in finished:
+        by_command.setdefault(shlex.join(run.command), []).append((run.seed, curve_of(run, metric)))
     if not by_command:
         raise UsageError("No run is finished yet, so there is nothing to report.")
     commands, rows = {}, []

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import ppo_atari_mario
-from benchmarks import arguments, common, compare, mario_learning
+from benchmarks import arguments, common, compare, mario_learning, mujoco_learning
 from tests.conftest import ROOT
 
 BENCHMARKS = re.findall(r"^BENCHMARKS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
@@ -95,6 +95,21 @@ def test_a_run_that_was_set_aside_is_not_reported(tmp_path: Path, monkeypatch: p
     assert not logdir.exists()
     mario_learning.report(tmp_path)
     assert json.loads((tmp_path / "mario_learning.json").read_text())["groups"] == {}
+
+
+def test_sb3s_runs_outlive_a_change_of_our_presets_but_none_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mujoco_learning, "FOLDER", tmp_path)
+    curve = {"global_step": [1000.0], "mean_return": [5.0], "std_return": [0.0]}
+    run = {"seconds": 1.0, "cpu_seconds": 1.0, "cpu": "a CPU", "evaluations": curve}
+    peers = {"1": run, "2": run | {"options": {"gamma": 0.5}}}
+    stored = {"Hopper-v5": {"args": {"ent_coef": -1}, "seeds": {"1": run}, "sb3_seeds": peers}}
+    path = tmp_path / "mujoco_learning_1k.json"
+    path.write_text(json.dumps({"tasks": stored}))
+    mujoco_learning.report(1000, tmp_path)
+    kept = json.loads(path.read_text())["tasks"]["Hopper-v5"]
+    assert (kept["seeds"], list(kept["sb3_seeds"])) == ({}, ["1"])
 
 
 def assert_can_be_compared(rows: list[dict[str, Any]]) -> None:

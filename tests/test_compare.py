@@ -57,6 +57,18 @@ def test_a_loss_within_the_threshold_is_none() -> None:
     assert regressed(old, new, threshold=0.97) == [("HalfCheetah", "ours")]
 
 
+def test_a_loss_that_noise_would_hide_is_said_to_be_hidden() -> None:
+    rng = np.random.default_rng(6)
+    for noise, rounds, hidden in ((0.3, 3, 4), (0.005, 9, 0)):
+        old, new = (results(rng, noise, rounds=rounds) for _ in range(2))
+        compared = compare.compare(old, new, 0.9)
+        assert sum(row["too_noisy"] for row in compared) == hidden
+        last_line = compare.report(old, new, compared, 0.9).splitlines()[-1]
+        assert last_line == "0 of 4 are slower than 0.9 of what they were" + (
+            "; 4 are too noisy to tell." if hidden else "."
+        )
+
+
 def test_a_machine_half_as_fast_is_no_loss_and_a_peer_that_is_slower_hides_none() -> None:
     rng = np.random.default_rng(4)
     slow = dict.fromkeys(PEERS | OURS, 0.5)

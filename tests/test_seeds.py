@@ -140,6 +140,16 @@ def test_finished_runs_are_not_repeated_and_new_seeds_are_added(stand_in: Path, 
     assert Path("runs/stand_in.png").stat().st_size > 5_000
 
 
+def test_seeds_of_different_settings_are_not_averaged(stand_in: Path, run_main: Callable) -> None:
+    command = ["--folder", "runs", "--", "stand_in.py"]
+    assert run_main("--seeds", "1", *command)[0] == 0
+    config = Path("runs/stand_in/seed_1/config.json")
+    config.write_text(config.read_text().replace('"num_steps": 5', '"num_steps": 10'))  # as before a change of presets
+    code, _, err = run_main("--seeds", "1", "2", *command)
+    assert code == 2
+    assert "runs/stand_in/seed_1 was trained with num_steps 10, runs/stand_in/seed_2 with 5" in err
+
+
 def test_two_commands_are_two_rows(stand_in: Path, run_main: Callable) -> None:
     commands = ["--", "stand_in.py", "--rate", "0.001", "--", "stand_in.py", "--rate", "-0"]
     assert run_main("--seeds", "3", "--folder", "runs", *commands)[0] == 0
