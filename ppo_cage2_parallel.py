@@ -434,7 +434,8 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
     It does not see a constant error of V, which is why the mean absolute error is logged beside it.
     """
     variance = returns.var(correction=0)
-    return math.nan if variance == 0 else float(1 - (returns - values).var(correction=0) / variance)
+    rounding = 1e-12 * returns.square().mean()  # what float32 makes of the variance of equal returns
+    return math.nan if variance <= rounding else float(1 - (returns - values).var(correction=0) / variance)
 
 
 # ==========================================================================================================
@@ -592,7 +593,7 @@ def compiler(args: Args, device: torch.device) -> Any:
     """What turns a function into its compiled form; it changes nothing without --compile or a C++ compiler."""
     found = any(map(shutil.which, ("c++", "g++", "clang++")))
     if args.compile and not found:
-        print("warning: no C++ compiler (c++, g++, clang++) was found, so --compile is off.")
+        announce("warning: no C++ compiler (c++, g++, clang++) was found, so --compile is off.")
     if not (args.compile and found):
         return lambda function: function
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
@@ -634,8 +635,9 @@ def train(args: Args, interrupt: Interrupt | None = None) -> dict[str, Any]:
     """Train, evaluate and save as `args` say; returns the run folder and the last and best evaluation.
 
     Raises UsageError for arguments that cannot work, and FloatingPointError before numbers that are not finite
-    reach the weights. A signal ends the run early and cleanly; its number is then in the result as "signal". Who
-    trains several policies, and waits for signals in between too, gives its own `interrupt`.
+    reach the weights. A signal ends the run early and cleanly; its number is then in the result as "signal". "saved"
+    is whether latest.pt holds the end of it. One call at a time: the random generators are the process's. Who trains
+    several policies, and waits for signals in between too, gives its own `interrupt`.
     """
     validate(args)
     ranks = Ranks(args)
@@ -686,7 +688,7 @@ def learn(
     rewards = torch.zeros((num_steps, num_envs), device=device)
     terminations = torch.zeros((num_steps, num_envs), dtype=torch.bool, device=device)
     truncations = torch.zeros_like(terminations)
-    print(describe(args, logdir, agent, [obs, actions, rewards, terminations, truncations]), flush=True)
+    announce(describe(args, logdir, agent, [obs, actions, rewards, terminations, truncations]))
 
     counters = Counters()
     episode_returns, episode_lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)  # under way
@@ -699,7 +701,7 @@ def learn(
         vec_env.set_state(to_arrays(own["envs"]))
         env_obs, episode_returns, episode_lengths = to_arrays(own["episodes"])
         set_random_states(own["random"])
-        print(f"continuing after step {counters.global_step:,}", flush=True)
+        announce(f"continuing after step {counters.global_step:,}")
     elif args.init_from is not None:
         load_policy(agent, Path(args.init_from))
     next_obs = torch.as_tensor(env_obs, dtype=torch.float32, device=device)
@@ -718,8 +720,7 @@ def learn(
 
         wandb.init(project=SCRIPT, name=logdir.name, config=asdict(args), sync_tensorboard=True)
     logger = Logger(logdir, counters.global_step, silent=ranks.rank > 0)
-    if checkpoint is None:
-        save("latest.pt")  # from here on a killed run can be resumed
+    saved = checkpoint is not None or save("latest.pt")  # from here on a killed run can be resumed
 
     def received_signal() -> int | None:
         """A signal that any of the ranks has received: all must leave the loop together."""
@@ -893,13 +894,13 @@ def learn(
         # --- save -------------------------------------------------------------------------------------
         signum = received_signal()
         if last or signum or crossed(counters.global_step, args.batch_size, args.save_every):
-            save("latest.pt")
+            saved = save("latest.pt")
 
     with outlive_disk_errors(logdir):  # of TensorBoard's thread, which writes late
         if logger.writer is not None:
             logger.writer.close()
     if ranks.rank > 0:
-        return {"logdir": str(logdir), "signal": signum, **asdict(counters)}
+        return {"logdir": str(logdir), "signal": signum, "saved": saved, **asdict(counters)}
     with outlive_disk_errors(logdir / "curves.png"):
         plot_curves(logdir)
     if signum and counters.update < args.num_updates and not counters.compliant:
@@ -914,7 +915,9 @@ def learn(
             f"score {evaluation.get('score', math.nan):.2f}, best {counters.best_return:.2f}{confirmed}; run folder"
         )
     logger.line(f"{counters.global_step:,} steps in {counters.seconds:.0f} s, {outcome} {logdir}", final=True)
-    return {"logdir": str(logdir), "signal": signum, **asdict(counters),
+    if not saved:
+        complain(f"error: latest.pt was not written: {logdir} has lost what came after the last checkpoint.")
+    return {"logdir": str(logdir), "signal": signum, "saved": saved, **asdict(counters),
             "score": evaluation.get("score", math.nan)}  # fmt: skip
 
 
@@ -1067,8 +1070,8 @@ def judge(run: Args, path: Path) -> dict[str, Any]:
 def train_and_keep(run: Args, interrupt: Interrupt) -> dict[str, Any]:
     """`train`, and OSError if the policy it ended with is not on the disk: a search goes on from it, and judges it."""
     result = train(run, interrupt)
-    path = Path(result["logdir"], "latest.pt")
-    if load_checkpoint(path)["counters"]["global_step"] != result["global_step"]:
+    if not result["saved"]:
+        path = Path(result["logdir"], "latest.pt")
         raise OSError(errno.ENOSPC, "the last checkpoint was not written; make room, then search --resume", str(path))
     return result
 
@@ -1586,6 +1589,12 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
     return True
 
 
+def announce(message: str) -> None:
+    """Print to standard output, if anybody still listens there: a run outlives the terminal it was started from."""
+    with contextlib.suppress(OSError):
+        print(message, flush=True)
+
+
 def complain(message: str) -> None:
     """Print to standard error; on a terminal in place of the live line, which has no end of line yet."""
     print(f"\r\033[K{message}" if sys.stderr.isatty() else message, file=sys.stderr)
@@ -1789,7 +1798,11 @@ def save_gif(frames: list[np.ndarray], path: Path, fps: float) -> None:
 # Behind the loop: signals, ranks, the run folder
 # ==========================================================================================================
 class Interrupt:
-    """Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop after the update; a second stops at once."""
+    """Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop after the update; Ctrl-C after it stops at once.
+
+    Not so a second one of the others: a terminal that is closed sends SIGHUP twice, a cluster's SIGTERM comes from
+    torchrun as well.
+    """
 
     def __init__(self) -> None:
         self.signum: int | None = None
@@ -1802,12 +1815,14 @@ class Interrupt:
 
     def __call__(self, signum: int, frame: Any) -> None:
         if self.signum is not None:
-            self.restore()
-            raise KeyboardInterrupt
+            if signum == signal.SIGINT:
+                self.restore()
+                raise KeyboardInterrupt
+            return
         self.signum = signum
         if own_rank() == 0:  # not print: the signal may have come in the middle of one
             with contextlib.suppress(OSError):  # nobody may be listening any more
-                os.write(2, b"\nstopping after this update; once more to stop at once\n")
+                os.write(2, b"\nstopping after this update; Ctrl-C to stop at once\n")
 
     def restore(self) -> None:
         for signum, handler in self.previous.items():
@@ -2239,7 +2254,7 @@ def parse_args(argv: list[str]) -> Args:
 
 def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code: 0, 1 after numbers that are not finite or a file that cannot be
-    read or written, 2 for a wrong argument, 128 + n after signal n (130 after a second one)."""
+    read or written, 2 for a wrong argument, 128 + n after signal n (130 after Ctrl-C at once)."""
     try:
         if argv[:1] == ["play"]:
             play(tyro.cli(PlayArgs, prog=f"{SCRIPT}.py play", args=argv[1:], description=play.__doc__))
@@ -2251,8 +2266,10 @@ def main(argv: list[str]) -> int:
             signum = search(parse_search_args(argv[1:]))
             return 128 + signum if signum else 0
         args = parse_args(argv)
-        signum = explain(args) if args.explain else train(args)["signal"]
-        return 128 + signum if signum else 0
+        result = {"signal": explain(args), "saved": True} if args.explain else train(args)
+        if not result["saved"]:
+            return 1
+        return 128 + result["signal"] if result["signal"] else 0
     except KeyboardInterrupt:
         return 130
     except (UsageError, FloatingPointError, OSError) as error:

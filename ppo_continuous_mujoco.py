@@ -422,7 +422,8 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
     It does not see a constant error of V, which is why the mean absolute error is logged beside it.
     """
     variance = returns.var(correction=0)
-    return math.nan if variance == 0 else float(1 - (returns - values).var(correction=0) / variance)
+    rounding = 1e-12 * returns.square().mean()  # what float32 makes of the variance of equal returns
+    return math.nan if variance <= rounding else float(1 - (returns - values).var(correction=0) / variance)
 
 
 def gaussian_kl(
@@ -466,11 +467,15 @@ def make_envs(
     if kind == "sync" or render_mode is not None:
         vec_env = SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
     elif kind == "async":
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal would end its workers, too
+        # Ctrl-C and the end of a terminal would end its workers, too. It ends them itself by SIGTERM.
+        in_main_thread = threading.current_thread() is threading.main_thread()
+        meant_for_us = (signal.SIGINT, signal.SIGHUP) if in_main_thread else ()
+        handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in meant_for_us}
         try:
             vec_env = AsyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
         finally:
-            signal.signal(signal.SIGINT, handler)
+            for signum, handler in handlers.items():
+                signal.signal(signum, handler)
     elif kind == "batch":
         vec_env = MujocoBatchVecEnv(args.env_id, args.num_envs, num_threads=args.num_workers, **make_kwargs)
     else:
@@ -573,7 +578,7 @@ def compiler(args: Args, device: torch.device) -> Any:
     """What turns a function into its compiled form; it changes nothing without --compile or a C++ compiler."""
     found = any(map(shutil.which, ("c++", "g++", "clang++")))
     if args.compile and not found:
-        print("warning: no C++ compiler (c++, g++, clang++) was found, so --compile is off.")
+        announce("warning: no C++ compiler (c++, g++, clang++) was found, so --compile is off.")
     if not (args.compile and found):
         return lambda function: function
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
@@ -615,7 +620,8 @@ def train(args: Args) -> dict[str, Any]:
     """Train, evaluate and save as `args` say; returns the run folder and the last and best evaluation.
 
     Raises UsageError for arguments that cannot work, and FloatingPointError before numbers that are not finite
-    reach the weights. A signal ends the run early and cleanly; its number is then in the result as "signal".
+    reach the weights. A signal ends the run early and cleanly; its number is then in the result as "signal". "saved"
+    is whether latest.pt holds the end of it. One call at a time: the random generators are the process's.
     """
     validate(args)
     ranks = Ranks(args)
@@ -665,13 +671,13 @@ def learn(
     rewards = torch.zeros((num_steps, num_envs), device=device)
     terminations = torch.zeros((num_steps, num_envs), dtype=torch.bool, device=device)
     truncations = torch.zeros_like(terminations)
-    print(describe(args, logdir, agent, [obs, actions, rewards, terminations, truncations]), flush=True)
+    announce(describe(args, logdir, agent, [obs, actions, rewards, terminations, truncations]))
 
     if args.time_scaled_reward:
-        print("warning: time-scaled rewards hide growing costs; judge by rollout/LTA_return, which is of raw rewards.")
+        announce("warning: time-scaled rewards hide growing costs; judge by rollout/LTA_return, of raw rewards.")
 
     if args.average_reward and args.gamma != Args.gamma:
-        print(f"warning: --gamma {args.gamma} means nothing with --average-reward, whose gamma is 1.")
+        announce(f"warning: --gamma {args.gamma} means nothing with --average-reward, whose gamma is 1.")
 
     counters = Counters()
     episode_returns, episode_lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)  # under way
@@ -684,10 +690,10 @@ def learn(
         if set_vector_state(vec_env, to_arrays(own["envs"])):
             env_obs, episode_returns, episode_lengths = to_arrays(own["episodes"])
         else:
-            print(f"warning: the checkpoint holds no state of {args.env_id} (a warning said why); new episodes begin.")
+            announce(f"warning: {args.env_id} has no state in the checkpoint (a warning said why); new episodes begin.")
             env_obs, _ = vec_env.reset(seed=args.seed + first_env + counters.global_step)
         set_random_states(own["random"])
-        print(f"continuing after step {counters.global_step:,}", flush=True)
+        announce(f"continuing after step {counters.global_step:,}")
     next_obs = torch.as_tensor(env_obs, dtype=torch.float32, device=device)
     take_steps = make_take_steps(agent, parameters, moments, rates, ranks, loss_args)
 
@@ -705,8 +711,7 @@ def learn(
 
         wandb.init(project=SCRIPT, name=logdir.name, config=asdict(args), sync_tensorboard=True)
     logger = Logger(logdir, counters.global_step, silent=ranks.rank > 0)
-    if checkpoint is None:
-        save("latest.pt")  # from here on a killed run can be resumed
+    saved = checkpoint is not None or save("latest.pt")  # from here on a killed run can be resumed
 
     def received_signal() -> int | None:
         """A signal that any of the ranks has received: all must leave the loop together."""
@@ -887,13 +892,13 @@ def learn(
         # --- save -------------------------------------------------------------------------------------
         signum = received_signal()
         if last or signum or crossed(counters.global_step, args.batch_size, args.save_every):
-            save("latest.pt")
+            saved = save("latest.pt")
 
     with outlive_disk_errors(logdir):  # of TensorBoard's thread, which writes late
         if logger.writer is not None:
             logger.writer.close()
     if ranks.rank > 0:
-        return {"logdir": str(logdir), "signal": signum, **asdict(counters)}
+        return {"logdir": str(logdir), "signal": signum, "saved": saved, **asdict(counters)}
     with outlive_disk_errors(logdir / "curves.png"):
         plot_curves(logdir)
     if signum and counters.update < args.num_updates:
@@ -908,7 +913,9 @@ def learn(
         if args.average_reward and evaluation.get("stable") == 0:
             outcome = f"the cost still grows at the end of an episode: not stable; {outcome}"
     logger.line(f"{counters.global_step:,} steps in {counters.seconds:.0f} s, {outcome} {logdir}", final=True)
-    return {"logdir": str(logdir), "signal": signum, **asdict(counters),
+    if not saved:
+        complain(f"error: latest.pt was not written: {logdir} has lost what came after the last checkpoint.")
+    return {"logdir": str(logdir), "signal": signum, "saved": saved, **asdict(counters),
             **{name: evaluation.get(name, math.nan) for name in ("mean_return", "stable")}}  # fmt: skip
 
 
@@ -1074,6 +1081,12 @@ def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
         finally:
             os.close(folder)
     return True
+
+
+def announce(message: str) -> None:
+    """Print to standard output, if anybody still listens there: a run outlives the terminal it was started from."""
+    with contextlib.suppress(OSError):
+        print(message, flush=True)
 
 
 def complain(message: str) -> None:
@@ -1274,7 +1287,11 @@ def save_gif(frames: list[np.ndarray], path: Path, fps: float) -> None:
 # Behind the loop: signals, ranks, the run folder
 # ==========================================================================================================
 class Interrupt:
-    """Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop after the update; a second stops at once."""
+    """Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop after the update; Ctrl-C after it stops at once.
+
+    Not so a second one of the others: a terminal that is closed sends SIGHUP twice, a cluster's SIGTERM comes from
+    torchrun as well.
+    """
 
     def __init__(self) -> None:
         self.signum: int | None = None
@@ -1287,12 +1304,14 @@ class Interrupt:
 
     def __call__(self, signum: int, frame: Any) -> None:
         if self.signum is not None:
-            self.restore()
-            raise KeyboardInterrupt
+            if signum == signal.SIGINT:
+                self.restore()
+                raise KeyboardInterrupt
+            return
         self.signum = signum
         if own_rank() == 0:  # not print: the signal may have come in the middle of one
             with contextlib.suppress(OSError):  # nobody may be listening any more
-                os.write(2, b"\nstopping after this update; once more to stop at once\n")
+                os.write(2, b"\nstopping after this update; Ctrl-C to stop at once\n")
 
     def restore(self) -> None:
         for signum, handler in self.previous.items():
@@ -1748,7 +1767,7 @@ def parse_args(argv: list[str]) -> Args:
 
 def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code: 0, 1 after numbers that are not finite or a file that cannot be
-    read or written, 2 for a wrong argument, 128 + n after signal n (130 after a second one)."""
+    read or written, 2 for a wrong argument, 128 + n after signal n (130 after Ctrl-C at once)."""
     try:
         if argv[:1] == ["play"]:
             play(tyro.cli(PlayArgs, prog=f"{SCRIPT}.py play", args=argv[1:], description=play.__doc__))
@@ -1757,8 +1776,10 @@ def main(argv: list[str]) -> int:
             curves(tyro.cli(CurvesArgs, prog=f"{SCRIPT}.py curves", args=argv[1:], description=curves.__doc__))
             return 0
         args = parse_args(argv)
-        signum = explain(args) if args.explain else train(args)["signal"]
-        return 128 + signum if signum else 0
+        result = {"signal": explain(args), "saved": True} if args.explain else train(args)
+        if not result["saved"]:
+            return 1
+        return 128 + result["signal"] if result["signal"] else 0
     except KeyboardInterrupt:
         return 130
     except (UsageError, FloatingPointError, OSError) as error:

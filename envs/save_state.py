@@ -7,6 +7,7 @@ layers made accessible; `envs.vector_state` handles whole vector environments.
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -34,6 +35,11 @@ class SaveState(gym.Wrapper):
     that cannot be saved it is None, with a warning that says why (an exception would end Gymnasium's worker), while
     the methods raise NoState. Other exceptions of an environment's own `get_state` are faults, and go through.
     """
+
+    def step(self, action: Any) -> Any:
+        obs, *rest = self.env.step(action)
+        # a copy, since Gymnasium's vector environments keep the final one over a reset, which may write into it
+        return copy.deepcopy(obs), *rest
 
     def get_state(self) -> dict[str, Any]:
         env, wrappers = _layers(self.env)

@@ -284,6 +284,17 @@ def test_a_run_outlives_a_disk_that_is_full_for_a_while(
     assert continuous.load_checkpoint(logdir / "latest.pt")["counters"]["update"] == 8
 
 
+def test_a_run_whose_last_checkpoint_was_refused_has_failed(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run" / "latest.tmp").mkdir(parents=True)  # nobody can write there, as on a full disk
+    argv = ["--configs", "debug", "--no-compile", "--logdir", str(tmp_path / "run"), "--eval-episodes", "1"]
+    argv += ["--total-timesteps", "512", "--num-envs", "4", "--num-steps", "16"]
+    assert script.main(argv) == 1
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"error: latest.pt was not written: {tmp_path / 'run'} has lost")
+
+
 def test_a_read_only_folder_is_refused_before_training(continuous: ModuleType, small_disk: Path, run_main: Any) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
     code, _, err = run_main("--env-id", "TwoQueue-v0", "--no-compile", "--logdir", str(small_disk / "run"))
@@ -505,8 +516,9 @@ def test_a_second_ctrl_c_ends_without_a_trace(
     def interrupted(args: Any) -> Any:
         interrupt = script.Interrupt()
         try:
-            os.kill(os.getpid(), signal.SIGINT)
-            assert interrupt.signum == signal.SIGINT
+            for _ in range(2):  # as torchrun and a closed terminal send theirs
+                os.kill(os.getpid(), signal.SIGTERM)
+                assert interrupt.signum == signal.SIGTERM
             os.kill(os.getpid(), signal.SIGINT)
             time.sleep(1)
         finally:
@@ -514,7 +526,7 @@ def test_a_second_ctrl_c_ends_without_a_trace(
 
     monkeypatch.setattr(script, "train", interrupted)
     assert script.main([]) == 130
-    assert capfd.readouterr().err.strip() == "stopping after this update; once more to stop at once"
+    assert capfd.readouterr().err.strip() == "stopping after this update; Ctrl-C to stop at once"
 
 
 def test_a_signal_when_nobody_listens_is_only_a_request(script: ModuleType, tmp_path: Path) -> None:

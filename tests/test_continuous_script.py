@@ -12,6 +12,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -726,8 +727,12 @@ def test_batched_robots_and_those_of_gymnasium_agree_bit_for_bit(
 
 
 def test_an_environment_that_cannot_be_saved_can_be_trained_and_resumed(
-    run_tiny: Run, capsys: pytest.CaptureFixture[str]
+    run_tiny: Run, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    seeds, reset = list[Any](), SubprocVecEnv.reset
+    monkeypatch.setattr(
+        SubprocVecEnv, "reset", lambda self, **kwargs: (seeds.append(kwargs["seed"]), reset(self, **kwargs))[1]
+    )
     settings = {"env_id": "Pendulum-v1", "vec_env": "subproc", "reset_steps": None, "save_every": 1}
     with pytest.warns(UserWarning, match="cannot be saved, because PendulumEnv lacks get_state") as warned:
         result = run_tiny(**settings)
@@ -739,7 +744,8 @@ def test_an_environment_that_cannot_be_saved_can_be_trained_and_resumed(
     with pytest.warns(UserWarning, match="cannot be saved"):
         resumed = run_tiny(**settings, logdir=result["logdir"], resume=True, total_timesteps=256)
     assert resumed["global_step"] == 256
-    assert "holds no state of Pendulum-v1 (a warning said why); new episodes begin." in capsys.readouterr().out
+    assert "Pendulum-v1 has no state in the checkpoint (a warning said why); new ep" in capsys.readouterr().out
+    assert seeds == [1, 1, 1 + 192]  # the new episodes are not those of the start
 
 
 @pytest.mark.parametrize("vec_env", ["subproc", "sync"])
@@ -748,6 +754,13 @@ def test_an_environment_as_simple_as_can_be_is_trained(run_tiny: Run, vec_env: s
     result = run_tiny(env_id="tests.known_values:Plain-v0", vec_env=vec_env, reset_steps=None, learning_rate=0.01)
     assert result["mean_return"] > 0
     assert columns(result["logdir"], "eval.csv")["eval/mean_length"] == [1000]
+
+
+@pytest.mark.parametrize("vec_env", ["async", "sync", "subproc", "batch"])
+def test_a_run_may_be_trained_in_a_thread(continuous: ModuleType, tmp_path: Path, vec_env: str) -> None:
+    args = tiny_args(continuous, tmp_path / "run", env_id="InvertedPendulum-v5", vec_env=vec_env, reset_steps=None)
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(continuous.train, args).result()["saved"]
 
 
 def test_an_id_without_a_version_is_trained_and_evaluated(run_tiny: Run) -> None:

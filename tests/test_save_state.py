@@ -24,6 +24,7 @@ from envs.save_state import SaveState, make
 from envs.subproc_vec_env import SubprocVecEnv
 from envs.vector_state import get_vector_state, set_vector_state
 from tests.known_values import PoisonEnv
+from tests.test_subproc_vec_env import ReusingEnv
 
 
 @pytest.mark.parametrize("env_id", ["HalfCheetah-v5", "Ant-v5", "Hopper-v5"])
@@ -264,6 +265,17 @@ def test_a_state_that_no_checkpoint_can_hold_is_refused_when_it_is_saved() -> No
     vec_env.reset()
     with pytest.warns(UserWarning, match="The state of Opaque holds a Generator, which cannot be saved"):
         assert get_vector_state(vec_env) is None
+    vec_env.close()
+
+
+@pytest.mark.filterwarnings("ignore:.*share an object")
+@pytest.mark.parametrize("vector", [AsyncVectorEnv, SyncVectorEnv, SubprocVecEnv])
+def test_a_final_observation_outlives_the_reset_that_fills_the_same_array(vector: Any) -> None:
+    """Its value is bootstrapped, and Gymnasium's vector environments keep the array itself."""
+    vec_env = vector([lambda: SaveState(ReusingEnv())] * 2, autoreset_mode=AutoresetMode.SAME_STEP)
+    vec_env.reset(seed=1)
+    infos = [vec_env.step(np.zeros(2, int))[4] for _ in range(3)][2]
+    np.testing.assert_array_equal(np.stack(infos["final_obs"]), np.full((2, 2), 3.0))
     vec_env.close()
 
 
