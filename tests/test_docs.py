@@ -290,16 +290,17 @@ def row_with(page: Path, label: str) -> list[str]:
 
 
 def test_returns_on_mujoco_are_those_measured() -> None:
-    """Each seed and the mean, in README.md and in the last table of docs/mujoco.md."""
+    """Each seed, the mean and SB3's, in README.md and in the last table of docs/mujoco.md."""
     tasks = json.loads((ROOT / "results" / "mujoco_learning_1000k.json").read_text())["tasks"]
     final = {task: [run["evaluations"]["mean_return"][-1] for run in result["seeds"].values()]
              for task, result in tasks.items()}  # fmt: skip
     in_readme = re.findall(r"^\| (\w+-v5)\b", README.read_text(), re.MULTILINE)
     assert in_readme
     for task in in_readme:
-        each, mean = row_with(README, task)[:2]
+        each, mean, sb3 = row_with(README, task)[:3]
         assert_printed(final[task], each)
         assert_printed([sum(final[task]) / len(final[task])], mean)
+        assert_printed([run["evaluations"]["mean_return"][-1] for run in tasks[task]["sb3_seeds"].values()], sb3)
     for task, returns in final.items():
         mean, each = row_with(DOCS / "mujoco.md", task.removesuffix("-v5"))[:2]
         assert_printed([sum(returns) / len(returns)], mean)
