@@ -1127,7 +1127,8 @@ def announce(message: str) -> None:
 
 def complain(message: str) -> None:
     """Print to standard error; on a terminal in place of the live line, which has no end of line yet."""
-    print(f"\r\033[K{message}" if sys.stderr.isatty() else message, file=sys.stderr)
+    with contextlib.suppress(OSError):
+        print(f"\r\033[K{message}" if sys.stderr.isatty() else message, file=sys.stderr)
 
 
 @contextlib.contextmanager

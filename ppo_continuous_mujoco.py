@@ -675,7 +675,6 @@ def learn(
 
     if args.time_scaled_reward:
         announce("warning: time-scaled rewards hide growing costs; judge by rollout/LTA_return, of raw rewards.")
-
     if args.average_reward and args.gamma != Args.gamma:
         announce(f"warning: --gamma {args.gamma} means nothing with --average-reward, whose gamma is 1.")
 
@@ -1091,7 +1090,8 @@ def announce(message: str) -> None:
 
 def complain(message: str) -> None:
     """Print to standard error; on a terminal in place of the live line, which has no end of line yet."""
-    print(f"\r\033[K{message}" if sys.stderr.isatty() else message, file=sys.stderr)
+    with contextlib.suppress(OSError):
+        print(f"\r\033[K{message}" if sys.stderr.isatty() else message, file=sys.stderr)
 
 
 @contextlib.contextmanager

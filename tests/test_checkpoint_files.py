@@ -529,6 +529,17 @@ def test_a_second_ctrl_c_ends_without_a_trace(
     assert capfd.readouterr().err.strip() == "stopping after this update; Ctrl-C to stop at once"
 
 
+def test_words_that_nobody_hears_end_no_run(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w") as gone:
+        monkeypatch.setattr(sys, "stderr", gone)
+        monkeypatch.setattr(sys, "stdout", gone)
+        for say in (script.complain, script.announce):
+            say("a" * 100_000)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), writer)  # closing flushes once more
+
+
 def test_a_signal_when_nobody_listens_is_only_a_request(script: ModuleType, tmp_path: Path) -> None:
     """Standard error may be a pipe whose reader the same Ctrl-C has ended."""
 
