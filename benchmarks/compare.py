@@ -85,11 +85,11 @@ def compare(old: dict[str, Any], new: dict[str, Any], threshold: float) -> list[
     compared = []
     for group, name, shared, before, after in pairs:
         ratio, low, high = change(before, after, 1 - (1 - CONFIDENCE) / len(pairs))
+        regressed = ratio < threshold and high < 1
         compared.append({
             "group": group, "name": name, "peers": shared, "old": float(np.exp(before.mean())),
             "new": float(np.exp(after.mean())), "change": ratio, "interval": (low, high),
-            "regressed": ratio < threshold and high < 1,
-            "too_noisy": not (ratio < threshold and high < 1) and threshold * high / ratio >= 1,
+            "regressed": regressed, "too_noisy": not regressed and threshold * high / ratio >= 1,
         })  # fmt: skip
     return compared
 

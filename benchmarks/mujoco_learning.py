@@ -90,7 +90,7 @@ def run(task: str, steps: int, seed: int, workers: int) -> None:
 def run_peer(task: str, steps: int, seed: int) -> None:
     """Run or skip SB3 on one task; what was killed, or had other parameters, begins anew."""
     folder = FOLDER / f"sb3-{task}-{steps}-{seed}"
-    if not is_finished_peer(folder, task):
+    if not ((folder / "seconds.txt").exists() and has_todays_options(read_run(folder), task)):
         (folder / "seconds.txt").unlink(missing_ok=True)
         options = ["--task", task, "--steps", str(steps), "--seed", str(seed), "--folder", str(folder)]
         started = time.perf_counter()
@@ -98,8 +98,9 @@ def run_peer(task: str, steps: int, seed: int) -> None:
         (folder / "seconds.txt").write_text(str(time.perf_counter() - started))
 
 
-def is_finished_peer(folder: Path, task: str) -> bool:
-    return (folder / "seconds.txt").exists() and read_run(folder).get("options", ZOO[task]) == ZOO[task]
+def has_todays_options(peer: dict[str, Any], task: str) -> bool:
+    """Whether SB3's run had the parameters that it would have today; its first runs did not write them."""
+    return peer.get("options", ZOO[task]) == ZOO[task]
 
 
 def run_process(words: list[str], folder: Path) -> None:
@@ -119,7 +120,7 @@ def read_run(logdir: Path) -> dict[str, Any]:
     """What the results keep of a finished run, ours or SB3's."""
     evaluations = {key.removeprefix("eval/"): x.tolist() for key, x in script.read_csv(logdir / "eval.csv").items()}
     cpu, cpu_seconds, seconds = (logdir / f"{name}.txt" for name in ("cpu", "cpu_seconds", "seconds"))
-    options = logdir / "options.json"  # SB3's; its first runs did not write them
+    options = logdir / "options.json"  # SB3's
     return {
         "seconds": float(
             seconds.read_text() if seconds.exists() else script.read_csv(logdir / "timing.csv")["time/seconds"][-1]
@@ -141,12 +142,10 @@ def merge(stored: dict[str, Any], task: str, steps: int) -> dict[str, Any]:
         logdir = config.parent
         if is_finished(logdir) and args_of_run(script, logdir) == args:
             seeds[str(json.loads(config.read_text())["args"]["seed"])] = read_run(logdir)
-    peers = {
-        seed: run for seed, run in stored.get("sb3_seeds", {}).items() if run.get("options", ZOO[task]) == ZOO[task]
-    }
-    for folder in FOLDER.glob(f"sb3-{task}-{steps}-*"):
-        if is_finished_peer(folder, task):
-            peers[folder.name.split("-")[-1]] = read_run(folder)
+    finished = {file.parent.name.split("-")[-1]: read_run(file.parent)
+                for file in FOLDER.glob(f"sb3-{task}-{steps}-*/seconds.txt")}  # fmt: skip
+    peers = {seed: run for runs in (stored.get("sb3_seeds", {}), finished) for seed, run in runs.items()
+             if has_todays_options(run, task)}  # fmt: skip
     seeds, peers = ({seed: runs[seed] for seed in sorted(runs, key=int)} for runs in (seeds, peers))
     return {"command": "python " + " ".join(command(task, steps, 1)), "args": args, "seeds": seeds, "sb3_seeds": peers}
 

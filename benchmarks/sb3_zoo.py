@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import fcntl
 import json
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from ppo_continuous_mujoco import Args, crossed
+from ppo_continuous_mujoco import Args, UsageError, crossed, lock_folder
 
 # hyperparams/ppo.yml of rl-baselines3-zoo at 208b6fd. What it does not list is SB3's default, and so it is for Pusher
 # and for Ant, whose tuned values the Zoo has switched off. The Zoo tuned for older versions of the tasks.
@@ -106,10 +105,9 @@ def train(task: str, steps: int, seed: int, folder: Path) -> None:
             return True
 
     folder.mkdir(parents=True, exist_ok=True)
-    lock = open(folder / "lock", "w")  # noqa: SIM115 (held until this process ends)
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        lock_folder(folder)  # until this process ends
+    except UsageError:  # whose text names a flag of the script's
         sys.exit(f"error: {folder} is in use by another process.")
     (folder / "options.json").write_text(json.dumps(ZOO[task]))
     (folder / "eval.csv").write_text("global_step,eval/mean_return,eval/std_return\n")

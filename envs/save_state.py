@@ -37,9 +37,10 @@ class SaveState(gym.Wrapper):
     """
 
     def step(self, action: Any) -> Any:
-        obs, *rest = self.env.step(action)
-        # a copy, since Gymnasium's vector environments keep the final one over a reset, which may write into it
-        return copy.deepcopy(obs), *rest
+        obs, reward, terminated, truncated, info = self.env.step(action)
+        if terminated or truncated:  # Gymnasium's vector environments keep it over a reset, which may write into it
+            obs = copy.deepcopy(obs)
+        return obs, reward, terminated, truncated, info
 
     def get_state(self) -> dict[str, Any]:
         env, wrappers = _layers(self.env)
