@@ -26,7 +26,7 @@ import pytest
 from gymnasium.error import NoAsyncCallError
 from gymnasium.spaces import Box, Discrete
 
-from envs._worker_pool import limit_waits
+from envs._worker_pool import CLOSE_SECONDS, limit_waits
 from envs.subproc_vec_env import SubprocVecEnv, WorkerError
 from tests.test_subproc_vec_env import CONTEXTS, MODES, CountEnv
 
@@ -451,7 +451,7 @@ def test_close_during_a_step_that_hangs_is_bounded(terminate: bool) -> None:
     envs.step_async([0, 0, 0, 0])
     start = time.monotonic()
     envs.close(terminate=terminate)
-    assert time.monotonic() - start < (1.0 if terminate else 5.0)
+    assert time.monotonic() - start < (CLOSE_SECONDS if terminate else 5.0)
 
 
 @pytest.mark.filterwarnings("ignore:.*Calling `close`")
@@ -502,7 +502,9 @@ def start_script(tmp_path: Path, body: str, env: str = "CountEnv", arguments: st
         "import gc, os, signal, sys, threading, time\n"
         "from envs.subproc_vec_env import SubprocVecEnv\n"
         "from tests.test_subproc_vec_env import CountEnv\n"
-        "from tests.test_subproc_faults import SleepEnv\n"
+        "from functools import partial\n"
+        "from pathlib import Path\n"
+        "from tests.test_subproc_faults import GateEnv, SleepEnv\n"
         # A test run started in the background inherits "ignore SIGINT", and Python then leaves it at that.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def main():\n"
@@ -546,14 +548,22 @@ def test_no_worker_outlives_a_parent_that_is_killed(tmp_path: Path, context: str
 
 @pytest.mark.parametrize("context", CONTEXTS)
 def test_a_process_that_the_parent_forked_keeps_no_worker_alive(tmp_path: Path, context: str) -> None:
-    body = "if os.fork() == 0:\n    os.close(1); os.close(2); time.sleep(10); os._exit(0)\ntime.sleep(60)"
+    body = (
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os.close(1); os.close(2); time.sleep(60); os._exit(0)\n"
+        "print(child, flush=True)\n"
+        "time.sleep(60)"
+    )
     process = start_script(tmp_path, body, arguments=f"context='{context}'")
     pids = worker_pids(process)
-    time.sleep(0.2)
+    assert process.stdout is not None
+    child = int(process.stdout.readline())
     process.kill()
     assert not wait_until_dead(pids, 2.5)
+    assert is_alive(child)
+    os.kill(child, signal.SIGKILL)  # which multiprocessing's tracker of shared memory, an heir of stderr, waits for
     process.communicate(timeout=10)
-    os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_workers_made_in_a_thread_outlive_the_thread_but_not_the_parent(tmp_path: Path) -> None:
@@ -597,7 +607,7 @@ def test_a_signal_to_the_whole_group_is_the_parents_to_handle(tmp_path: Path, nu
     output, errors = process.communicate(timeout=10)
     assert output == "limits 3 3 3 3 3 3\n", errors
     assert (process.returncode, errors) == (0, "")
-    assert not wait_until_dead(pids, 0.5)
+    assert not wait_until_dead(pids, 2.0)
 
 
 def test_ctrl_c_in_the_middle_of_a_fork_is_not_lost() -> None:
@@ -626,9 +636,10 @@ def test_ctrl_c_that_nobody_handles_ends_everything_in_time(tmp_path: Path, env:
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=20)  # generous: the machine may be busy
-    assert errors.count("Traceback") == 1, errors
+    # Only the parent reports it. The interrupted line may itself have been handling an error, which is then shown too.
+    assert [line for line in errors.splitlines() if not line.startswith(" ")].count("KeyboardInterrupt") == 1, errors
     assert errors.rstrip().endswith("KeyboardInterrupt")
-    assert not wait_until_dead(pids, 0.5)
+    assert not wait_until_dead(pids, 2.0)
 
 
 class Interrupting:
@@ -673,7 +684,7 @@ def test_a_script_that_forgets_to_close_ends_at_once_and_leaves_nothing(tmp_path
     pids = worker_pids(process)
     _, errors = process.communicate(timeout=20)  # generous: the machine may be busy
     assert (process.returncode, errors) == (0, "")
-    assert not wait_until_dead(pids, 0.5)
+    assert not wait_until_dead(pids, 2.0)
 
 
 def test_a_vector_environment_that_is_garbage_collected_takes_its_workers_and_memory_along() -> None:
@@ -763,39 +774,38 @@ def test_a_replacement_that_cannot_be_made_ends_it(tmp_path: Path) -> None:
     close_in_time(envs)
 
 
-class SlowEnv(CountEnv):
-    """Computes for a quarter of a second."""
+class GateEnv(CountEnv):
+    """Waits in `step` until a file exists."""
+
+    def __init__(self, gate: Path) -> None:
+        super().__init__(limit=50)
+        self.gate = gate
 
     def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
-        start = time.process_time()
-        while time.process_time() < start + 0.25:
-            pass
+        while not self.gate.exists():
+            time.sleep(0.01)
         return super().step(action)
 
 
-def test_time_in_which_everything_was_stopped_does_not_count_as_a_hang() -> None:
+def test_time_in_which_everything_was_stopped_does_not_count_as_a_hang(tmp_path: Path) -> None:
     """Ctrl-Z stops parent and workers alike; after `fg` the run goes on, however long that took."""
-    code = (
-        "from envs.subproc_vec_env import SubprocVecEnv\n"
-        "from tests.test_subproc_faults import SlowEnv\n"
-        "envs = SubprocVecEnv([SlowEnv] * 2, 2, step_timeout=2.0, context='fork')\n"
-        "envs.reset()\n"
-        "envs.step_async([1, 2])\n"
+    body = (
+        "envs.step_async([1] * 6)\n"
         "print('stepping', flush=True)\n"
         "print(envs.step_wait()[1].tolist(), flush=True)\n"
         "envs.close()\n"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True
-    )
+    process = start_script(tmp_path, body, f"partial(GateEnv, Path('{tmp_path / 'gate'}'))", "step_timeout=2.0")
+    worker_pids(process)
     assert process.stdout is not None
     assert process.stdout.readline() == "stepping\n"
     time.sleep(0.1)
     os.killpg(process.pid, signal.SIGSTOP)
     time.sleep(3.0)
+    (tmp_path / "gate").touch()
     os.killpg(process.pid, signal.SIGCONT)
-    assert process.communicate(timeout=20)[0] == "[1.0, 2.0]\n"
-    assert process.returncode == 0
+    output, errors = process.communicate(timeout=20)
+    assert (output, errors, process.returncode) == (f"{[1.0] * 6}\n", "", 0)
 
 
 def test_a_forked_child_of_the_parent_leaves_the_workers_alone() -> None:
@@ -940,19 +950,6 @@ def test_a_replacement_in_one_half_does_not_hide_what_the_other_raised(tmp_path:
     with pytest.raises(WorkerError, match=r"Nothing but close.*the door is stuck"):
         envs.send([2], 1)
     close_in_time(envs)
-
-
-class GateEnv(CountEnv):
-    """Waits in `step` until a file exists."""
-
-    def __init__(self, gate: Path) -> None:
-        super().__init__(limit=50)
-        self.gate = gate
-
-    def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
-        while not self.gate.exists():
-            time.sleep(0.01)
-        return super().step(action)
 
 
 @pytest.mark.filterwarnings("ignore:.*WARN")
