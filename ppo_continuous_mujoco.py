@@ -171,6 +171,12 @@ class Args:
     log_std_init: float = 0.0
     """initial log standard deviation of the actions"""
 
+    def __post_init__(self) -> None:
+        """Paths and NumPy's numbers, from a program, become what checkpoints and config.json can hold."""
+        for name, value in vars(self).items():
+            if isinstance(value, Path | np.generic):
+                setattr(self, name, str(value) if isinstance(value, Path) else value.item())
+
     @property
     def batch_size(self) -> int:
         return self.num_envs * self.num_steps
@@ -303,12 +309,12 @@ def compute_gae(
     rollout, has a future, and V(s') stands for it (Pardo et al. 2018). Where an episode ended (terminated or cut), the
     recursion stops too, because the next row belongs to another one.
     """
-    terminated, ended = terminations.to(rewards.dtype), (terminations | truncations).to(rewards.dtype)
+    terminated, truncated = terminations.to(values.dtype), truncations.to(values.dtype)
     deltas = rewards + gamma * next_values * (1 - terminated) - values
-    decay = gamma * gae_lambda * (1 - ended)
-    advantages = torch.empty_like(rewards)
-    advantage = torch.zeros_like(rewards[0])
-    for t in reversed(range(len(rewards))):  # detail 5
+    decay = gamma * gae_lambda * (1 - torch.maximum(terminated, truncated))
+    advantages = torch.empty_like(deltas)
+    advantage = torch.zeros_like(deltas[0])
+    for t in reversed(range(len(deltas))):  # detail 5
         advantage = deltas[t] + decay[t] * advantage
         advantages[t] = advantage
     return advantages, advantages + values
@@ -1052,11 +1058,12 @@ def set_random_states(states: dict[str, Any]) -> None:
         torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"][: torch.cuda.device_count()]])
 
 
-def save_checkpoint(path: Path, state: dict[str, Any]) -> bool:
+def save_checkpoint(path: str | Path, state: dict[str, Any]) -> bool:
     """Write `state` so that `path` is a complete file at every moment; the previous one is kept as *.prev.pt.
 
     If the disk refuses, warn, leave the old file alone and return False: a run outlives a full disk.
     """
+    path = Path(path)
     temporary, previous = path.with_suffix(".tmp"), path.with_suffix(".prev.pt")
     try:
         with open(temporary, "wb") as file:
@@ -1104,9 +1111,10 @@ def outlive_disk_errors(path: Path) -> Iterator[None]:
         complain(f"warning: {path} was not written ({reason}); the run goes on.")
 
 
-def load_checkpoint(path: Path, device: str = "cpu") -> dict[str, Any]:
+def load_checkpoint(path: str | Path, device: str = "cpu") -> dict[str, Any]:
     """Read a checkpoint; nothing in the file is executed. Raises UsageError if it is missing, damaged, not a
     checkpoint, or of another script or format."""
+    path = Path(path)
     if not path.is_file():
         raise DamagedError(f"There is no checkpoint {path}.")
     try:

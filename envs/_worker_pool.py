@@ -199,6 +199,7 @@ class WorkerPool:
         self.workers = [Worker(w, range(bounds[w], bounds[w + 1])) for w in range(num_workers)]
         self.seeds: list[int | None] = [None] * len(env_fns)
         self.failure: str | None = None  # why nothing but closing is possible any more
+        self.acted = False  # before the first step, shared memory holds no actions
         self.step_timeout = step_timeout
         self.process = os.getpid()  # the workers are not a forked child's to command or end
         self._env_fns = [CloudpickleWrapper(env_fn) for env_fn in env_fns]
@@ -285,6 +286,7 @@ class WorkerPool:
             by_index = dict(requests)
             parts = [[(i, by_index[i]) for i in worker.env_indices if i in by_index] for worker in workers]
             messages = [reduction.ForkingPickler.dumps((name, part)) for part in parts]
+        self.acted |= requests is None
         deadline = self._deadline()
         for place, worker in enumerate(workers):
             worker.control[COMMAND] = STEP if requests is None else MESSAGE
@@ -429,7 +431,7 @@ class WorkerPool:
 
     def _describe(self, env_index: int) -> str:
         text = f"environment {env_index} (seed {self.seeds[env_index]}"
-        if self.shared is not None:
+        if self.shared is not None and self.acted:
             text += f", last action {map_tree(self.shared.actions, lambda array: array[env_index].tolist())}"
         return text + ")"
 

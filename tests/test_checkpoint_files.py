@@ -967,3 +967,15 @@ def test_arguments_of_a_checkpoint_make_the_same_agent(continuous: ModuleType, r
     args = tiny_args(continuous, Path(result["logdir"]), vec_env="sync", hidden_sizes=(5, 7, 3), max_grad_norm=None)
     assert saved == dataclasses.asdict(args)
     assert isinstance(saved["hidden_sizes"], tuple)
+
+
+def test_paths_and_numbers_of_numpy_are_arguments_too(continuous: ModuleType, tmp_path: Path) -> None:
+    """As a program gives them, one that sweeps over learning rates say."""
+    values = {"logdir": tmp_path / "run", "seed": np.int64(3), "learning_rate": np.float32(0.5), "vec_env": "sync"}
+    args = dataclasses.replace(tiny_args(continuous, tmp_path / "run"), **values)
+    assert (args.logdir, args.seed, args.learning_rate) == (str(tmp_path / "run"), 3, 0.5)
+    continuous.train(args)
+    resumed = continuous.train(dataclasses.replace(args, logdir=tmp_path / "run", resume=True, total_timesteps=384))
+    checkpoint = continuous.load_checkpoint(resumed["logdir"] + "/latest.pt")
+    assert continuous.save_checkpoint(resumed["logdir"] + "/copy.pt", checkpoint)
+    assert continuous.load_checkpoint(tmp_path / "run" / "copy.pt")["counters"]["update"] == 6

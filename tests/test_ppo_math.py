@@ -177,6 +177,17 @@ def test_gae_equals_its_definition_as_a_double_sum(script: ModuleType, rollout: 
     torch.testing.assert_close(returns, expected + v)
 
 
+@settings(max_examples=30)
+@given(rollout=rollouts())
+def test_gae_takes_flags_as_numbers_and_whole_rewards(script: ModuleType, rollout: dict[str, Any]) -> None:
+    """As many a program keeps them: nothing is rounded to the type of the rewards."""
+    rollout["rewards"] = rollout["rewards"].round()
+    numbers = {name: rollout[name].to(torch.float32) for name in ("terminations", "truncations")}
+    expected = script.compute_gae(**rollout)
+    given_numbers = script.compute_gae(**rollout | numbers | {"rewards": rollout["rewards"].to(torch.int64)})
+    torch.testing.assert_close(given_numbers, expected, rtol=0, atol=0)
+
+
 @settings(max_examples=40)
 @given(rollout=rollouts())
 def test_gae_of_many_environments_is_that_of_each_on_its_own(script: ModuleType, rollout: dict[str, Any]) -> None:
