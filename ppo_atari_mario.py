@@ -343,11 +343,12 @@ def compute_gae(
     recursion stops too, because the next row belongs to another one.
     """
     terminated, truncated = terminations.to(values.dtype), truncations.to(values.dtype)
+    ended = torch.maximum(terminated, truncated)
     deltas = rewards + gamma * next_values * (1 - terminated) - values
-    decay = gamma * gae_lambda * (1 - torch.maximum(terminated, truncated))
+    decay = gamma * gae_lambda * (1 - ended)
     advantages = torch.empty_like(deltas)
     advantage = torch.zeros_like(deltas[0])
-    for t in reversed(range(len(deltas))):  # detail 5
+    for t in reversed(range(len(rewards))):  # detail 5
         advantage = deltas[t] + decay[t] * advantage
         advantages[t] = advantage
     return advantages, advantages + values
