@@ -646,8 +646,8 @@ def train(args: Args) -> dict[str, Any]:
     """Train, evaluate and save as `args` say; returns the run folder and the last and best evaluation.
 
     Raises UsageError for arguments that cannot work, and FloatingPointError before numbers that are not finite
-    reach the weights. A signal ends the run early and cleanly; its number is then in the result as "signal". "saved"
-    is whether latest.pt holds the end of it. One call at a time: the random generators are the process's.
+    reach the weights. A signal ends the run early and cleanly; the result then holds its number as "signal". Its
+    "saved" is whether latest.pt holds the end of the run. Not for several threads: random generators are global.
     """
     validate(args)
     if not is_atari(args):
@@ -689,15 +689,15 @@ def learn(
     agent = Agent(vec_env, args).to(device)
     parameters = [flatten_parameters(group) for group in agent.parameter_groups(args)]
     moments = [(torch.zeros_like(x), torch.zeros_like(x), torch.zeros((), device=device)) for x in parameters]
-    # What is annealed is a tensor: the compiler would take every new float for a new program.
+    # Tensors, since they are annealed: torch.compile would compile anew for each new float.
     rates = [torch.tensor(args.learning_rate, device=device)]
     ent_coef: Any = torch.tensor(args.ent_coef, device=device)
-    # Ranks normalise a minibatch's advantages before each takes its part of it.
+    # With several ranks, a minibatch's advantages are normalised before each rank takes its part of it.
     normalize_here = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
     loss_args = replace(args, ent_coef=ent_coef, norm_adv=args.norm_adv and not normalize_here)
 
     late_num_minibatches = args.num_minibatches // args.minibatch_growth
-    per_call = math.gcd(4, late_num_minibatches)  # four steps in one compiled call save a third of its time
+    per_call = math.gcd(4, late_num_minibatches)  # a compiled call for every four steps saves a third of their time
 
     # The rollout, time-major: row t holds what happened at step t in each environment. Pictures stay bytes, with the
     # channels last in memory: convolutions want them so, and each epoch would have to turn them around.
@@ -918,11 +918,18 @@ def learn(
                     shutil.copyfile(logdir / "latest.pt", kept.with_suffix(".tmp"))
                     os.replace(kept.with_suffix(".tmp"), kept)
 
-    with outlive_disk_errors(logdir):  # of TensorBoard's thread, which writes late
-        if logger.writer is not None:
-            logger.writer.close()
-    if ranks.rank > 0:
-        return {"logdir": str(logdir), "signal": signum, "saved": saved, **asdict(counters)}
+    return finish(args, logger, counters, evaluation, signum, saved)
+
+
+def finish(
+    args: Args, logger: Logger, counters: Counters, evaluation: dict[str, Any], signum: int | None, saved: bool
+) -> dict[str, Any]:
+    """Draw curves.png, enter the run in the leaderboard, print its last line; returns what `train` does."""
+    logdir = logger.logdir
+    result = {"logdir": str(logdir), "signal": signum, "saved": saved, **asdict(counters)}
+    logger.close()
+    if logger.silent:  # rank 0 speaks for all
+        return result
     with outlive_disk_errors(logdir / "curves.png"):
         plot_curves(logdir)
     if signum and counters.update < args.num_updates:
@@ -931,7 +938,7 @@ def learn(
         with outlive_disk_errors(logdir.parent / "best"):
             ranking = [counters.best_success_rate, counters.best_return]  # in the order that best.pt is chosen by
             update_leaderboard(logdir, args, ranking, counters.best_step)
-        logged = read_csv(logdir / "eval.csv")  # has the last evaluation of a run that was finished before
+        logged = read_csv(logdir / "eval.csv")  # for a run that was resumed when it had finished
         evaluation = evaluation or {name.removeprefix("eval/"): column[-1] for name, column in logged.items()}
         score = f"mean return {evaluation.get('mean_return', math.nan):.1f}"
         if not is_atari(args):
@@ -941,9 +948,7 @@ def learn(
     logger.line(f"{counters.global_step:,} steps in {counters.seconds:.0f} s, {outcome} {logdir}", final=True)
     if not saved:
         complain(f"error: latest.pt was not written: {logdir} has lost what came after the last checkpoint.")
-    return {"logdir": str(logdir), "signal": signum, "saved": saved, **asdict(counters),
-            "success_rate": evaluation.get("success_rate", math.nan),
-            "mean_return": evaluation.get("mean_return", math.nan)}  # fmt: skip
+    return result | {name: evaluation.get(name, math.nan) for name in ("success_rate", "mean_return")}
 
 
 # ==========================================================================================================
@@ -1134,7 +1139,7 @@ def announce(message: str) -> None:
 
 
 def complain(message: str) -> None:
-    """Print to standard error; on a terminal in place of the live line, which has no end of line yet."""
+    """Print to standard error; on a terminal, over the live line, which no newline has ended."""
     with contextlib.suppress(OSError):
         print(f"\r\033[K{message}" if sys.stderr.isatty() else message, file=sys.stderr)
 
@@ -1279,6 +1284,11 @@ class Logger:
             complain(f"warning: TensorBoard is off from step {step} on ({error.strerror}).")
             self.writer = None  # its thread died of the error, and the next one would
 
+    def close(self) -> None:
+        if self.writer is not None:
+            with outlive_disk_errors(self.logdir):  # of TensorBoard's thread, which writes late
+                self.writer.close()
+
     def line(self, text: str, final: bool = False) -> None:
         """Redraw the live line on a terminal; elsewhere print one every ten seconds."""
         if self.silent:
@@ -1352,8 +1362,8 @@ def log_video(logger: Logger, frames: list[np.ndarray], fps: float, step: int) -
 class Interrupt:
     """Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop after the update; Ctrl-C after it stops at once.
 
-    Not so a second one of the others: a terminal that is closed sends SIGHUP twice, a cluster's SIGTERM comes from
-    torchrun as well.
+    A second SIGTERM or SIGHUP changes nothing: a closed terminal sends SIGHUP twice, and torchrun passes on the
+    SIGTERM that a cluster sends to all.
     """
 
     def __init__(self) -> None:
@@ -1366,15 +1376,14 @@ class Interrupt:
             self.previous = {s: signal.signal(s, self) for s in signals}
 
     def __call__(self, signum: int, frame: Any) -> None:
-        if self.signum is not None:
-            if signum == signal.SIGINT:
-                self.restore()
-                raise KeyboardInterrupt
-            return
-        self.signum = signum
-        if own_rank() == 0:  # not print: the signal may have come in the middle of one
-            with contextlib.suppress(OSError):  # nobody may be listening any more
-                os.write(2, b"\nstopping after this update; Ctrl-C to stop at once\n")
+        if self.signum is None:
+            self.signum = signum
+            if own_rank() == 0:  # not print: the signal may have come in the middle of one
+                with contextlib.suppress(OSError):  # nobody may be listening any more
+                    os.write(2, b"\nstopping after this update; Ctrl-C to stop at once\n")
+        elif signum == signal.SIGINT:
+            self.restore()
+            raise KeyboardInterrupt
 
     def restore(self) -> None:
         for signum, handler in self.previous.items():
@@ -1401,9 +1410,11 @@ class Ranks:
 
     def share(self, args: Args) -> Args:
         """`args` with the number of environments and workers of this rank."""
+        if self.size == 1:
+            return args
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         workers = args.num_workers or max(1, len(os.sched_getaffinity(0)) // local_ranks)
-        return args if self.size == 1 else replace(args, num_envs=args.num_envs // self.size, num_workers=workers)
+        return replace(args, num_envs=args.num_envs // self.size, num_workers=workers)
 
     def gather(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """The ranks' tensors, equal in shape, joined along `dim`, which counts environments."""
@@ -1464,7 +1475,7 @@ def check_finite(postmortem: Path, first_env: int, actions: torch.Tensor, **roll
             arrays: dict[str, Any] = {key: value.cpu() for key, value in rollout.items()}
             with outlive_disk_errors(postmortem):
                 np.savez(postmortem, actions=actions.cpu(), **arrays)
-            cause = t - 1 if name == "obs" else t  # the step whose action led to it, if it was of this rollout
+            cause = t - 1 if name == "obs" else t  # the step whose action led to it; -1: it was in the last rollout
             after = f", after action {actions[cause, n].tolist()}" if cause >= 0 else ""
             raise FloatingPointError(
                 f"{name} of environment {first_env + n}: a number is not finite at step {t} of the rollout{after}; the "
@@ -1522,7 +1533,7 @@ def describe(args: Args, logdir: Path, agent: nn.Module, rollout: list[torch.Ten
 
 def lock_folder(logdir: Path) -> int:
     """Keep other runs out of a folder until the descriptor that is returned is closed. Raises UsageError if another run
-    is using it. The lock is the process's own (lockf): kill -9 releases it, even if forked workers live on a while.
+    is using it. The lock belongs to the process (lockf): kill -9 releases it, even if forked workers live on a while.
     """
     descriptor = os.open(logdir / "run.lock", os.O_RDWR | os.O_CREAT)
     try:
@@ -1540,7 +1551,7 @@ def run_folder(args: Args) -> Path:
     if args.logdir:
         Path(args.logdir).mkdir(parents=True, exist_ok=True)
         return Path(args.logdir)
-    Path("runs").mkdir(exist_ok=True)  # here, because an error means something else in the loop
+    Path("runs").mkdir(exist_ok=True)  # not in the loop, where FileExistsError means that the name is taken
     while True:
         now = time.strftime("%Y%m%d-%H%M%S")
         logdir = Path(f"runs/{args.env_id.replace('/', '_')}__{SCRIPT}__{args.seed}__{now}")
@@ -1573,8 +1584,8 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, int]:
 
 
 def keep_best(logdir: Path, checkpoint: dict[str, Any]) -> None:
-    """Let the counters of a checkpoint to resume from know of a best.pt that is newer: the updates before it were lost
-    with a crash, the policy was not."""
+    """If best.pt is newer than the checkpoint to resume from, take over its score: a crash has lost the updates that
+    led to it, but not its policy."""
     with contextlib.suppress(UsageError):  # there may be no best.pt yet
         counters = load_checkpoint(logdir / "best.pt")["counters"]
         if counters["best_step"] > checkpoint["counters"]["global_step"]:
@@ -1752,9 +1763,9 @@ def check_environment(args: Args) -> None:
 # ==========================================================================================================
 # The command line
 # ==========================================================================================================
-def explain(args: Args) -> int | None:
-    """Print the derived sizes, and the run's time as three updates in a scratch folder predict it. Returns the signal
-    that ended these early, if one did."""
+def explain(args: Args) -> dict[str, Any]:
+    """Print the derived sizes, and the run's time as three updates in a scratch folder predict it; returns what `train`
+    returned for these."""
     require_one_process("--explain")
     validate(args)
     with tempfile.TemporaryDirectory() as scratch:
@@ -1764,14 +1775,14 @@ def explain(args: Args) -> int | None:
                         save_every=0, eval_every=0, eval_episodes=1, track=False, capture_video=False)  # fmt: skip
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            signum = train(probe)["signal"]
-        if signum:
-            return signum
+            result = train(probe)
+        if result["signal"]:
+            return result
         sps = read_csv(Path(scratch) / "run" / "timing.csv")["time/sps"][-1]
     print(output.getvalue().partition(", folder")[0].replace(": 3 updates", f": {args.num_updates} updates"))
     minutes = args.num_updates * args.batch_size / sps / 60
     print(f"{sps:,.0f} steps/s in a probe: about {minutes:.1f} minutes without the evaluations")
-    return None
+    return result
 
 
 def parse_args(argv: list[str]) -> Args:
@@ -1795,7 +1806,7 @@ def parse_args(argv: list[str]) -> Args:
     args = tyro.cli(Args, args=argv, default=Args(**values), description=description)
     if args.resume and args.logdir is not None:
         saved = load_latest(Path(args.logdir), "cpu")["args"]
-        # Of the presets named once more the run's own values come first, where a flag may change them.
+        # Presets named once more must agree with the run. What a resumed run may change is set by flags alone.
         values = {name: value for name, value in values.items() if name not in RESUMABLE}
         args = tyro.cli(Args, args=argv, default=known_args(saved | values))
     return args
@@ -1812,7 +1823,7 @@ def main(argv: list[str]) -> int:
             curves(tyro.cli(CurvesArgs, prog=f"{SCRIPT}.py curves", args=argv[1:], description=curves.__doc__))
             return 0
         args = parse_args(argv)
-        result = {"signal": explain(args), "saved": True} if args.explain else train(args)
+        result = explain(args) if args.explain else train(args)
         if not result["saved"]:
             return 1
         return 128 + result["signal"] if result["signal"] else 0

@@ -642,9 +642,9 @@ def train(args: Args, interrupt: Interrupt | None = None) -> dict[str, Any]:
     """Train, evaluate and save as `args` say; returns the run folder and the last and best evaluation.
 
     Raises UsageError for arguments that cannot work, and FloatingPointError before numbers that are not finite
-    reach the weights. A signal ends the run early and cleanly; its number is then in the result as "signal". "saved"
-    is whether latest.pt holds the end of it. One call at a time: the random generators are the process's. Who trains
-    several policies, and waits for signals in between too, gives its own `interrupt`.
+    reach the weights. A signal ends the run early and cleanly; the result then holds its number as "signal". Its
+    "saved" is whether latest.pt holds the end of the run. Not for several threads: random generators are global. A
+    caller that trains several policies, and waits for signals between them too, passes its own `interrupt`.
     """
     validate(args)
     ranks = Ranks(args)
@@ -680,14 +680,14 @@ def learn(
     agent = Agent(vec_env, args).to(device)
     parameters = [flatten_parameters(group) for group in agent.parameter_groups(args)]
     moments = [(torch.zeros_like(x), torch.zeros_like(x), torch.zeros((), device=device)) for x in parameters]
-    # What is annealed is a tensor: the compiler would take every new float for a new program.
+    # Tensors, since they are annealed: torch.compile would compile anew for each new float.
     rates = [torch.tensor(args.learning_rate, device=device)]
     ent_coef: Any = torch.tensor(args.ent_coef, device=device)
-    # Ranks normalise a minibatch's advantages before each takes its part of it.
+    # With several ranks, a minibatch's advantages are normalised before each rank takes its part of it.
     normalize_here = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
     loss_args = replace(args, ent_coef=ent_coef, norm_adv=args.norm_adv and not normalize_here)
 
-    per_call = math.gcd(4, args.num_minibatches)  # four steps in one compiled call save a third of its time
+    per_call = math.gcd(4, args.num_minibatches)  # a compiled call for every four steps saves a third of their time
 
     # The rollout, time-major: row t holds what happened at step t in each environment.
     obs = torch.zeros((num_steps, num_envs, *vec_env.single_observation_space.shape), device=device)
@@ -903,11 +903,18 @@ def learn(
         if last or signum or crossed(counters.global_step, args.batch_size, args.save_every):
             saved = save("latest.pt")
 
-    with outlive_disk_errors(logdir):  # of TensorBoard's thread, which writes late
-        if logger.writer is not None:
-            logger.writer.close()
-    if ranks.rank > 0:
-        return {"logdir": str(logdir), "signal": signum, "saved": saved, **asdict(counters)}
+    return finish(args, logger, counters, evaluation, signum, saved)
+
+
+def finish(
+    args: Args, logger: Logger, counters: Counters, evaluation: dict[str, Any], signum: int | None, saved: bool
+) -> dict[str, Any]:
+    """Draw curves.png, enter the run in the leaderboard, print its last line; returns what `train` does."""
+    logdir = logger.logdir
+    result = {"logdir": str(logdir), "signal": signum, "saved": saved, **asdict(counters)}
+    logger.close()
+    if logger.silent:  # rank 0 speaks for all
+        return result
     with outlive_disk_errors(logdir / "curves.png"):
         plot_curves(logdir)
     if signum and counters.update < args.num_updates and not counters.compliant:
@@ -915,7 +922,7 @@ def learn(
     else:
         with outlive_disk_errors(logdir.parent / "best"):
             update_leaderboard(logdir, args, counters.best_return, counters.best_step)
-        logged = read_csv(logdir / "eval.csv")  # has the last evaluation of a run that was finished before
+        logged = read_csv(logdir / "eval.csv")  # for a run that was resumed when it had finished
         evaluation = evaluation or {name.removeprefix("eval/"): column[-1] for name, column in logged.items()}
         confirmed = ", compliance confirmed" if counters.compliant else ""
         outcome = (
@@ -924,8 +931,7 @@ def learn(
     logger.line(f"{counters.global_step:,} steps in {counters.seconds:.0f} s, {outcome} {logdir}", final=True)
     if not saved:
         complain(f"error: latest.pt was not written: {logdir} has lost what came after the last checkpoint.")
-    return {"logdir": str(logdir), "signal": signum, "saved": saved, **asdict(counters),
-            "score": evaluation.get("score", math.nan)}  # fmt: skip
+    return result | {"score": evaluation.get("score", math.nan)}
 
 
 # ==========================================================================================================
@@ -1075,7 +1081,7 @@ def judge(run: Args, path: Path) -> dict[str, Any]:
 
 
 def train_and_keep(run: Args, interrupt: Interrupt) -> dict[str, Any]:
-    """`train`, and OSError if the policy it ended with is not on the disk: a search goes on from it, and judges it."""
+    """`train`; raises OSError if its last checkpoint, which a search judges and goes on from, was not written."""
     result = train(run, interrupt)
     if not result["saved"]:
         path = Path(result["logdir"], "latest.pt")
@@ -1169,9 +1175,9 @@ def known_so_far(args: SearchArgs, logdir: Path) -> dict[str, Any]:
         if getattr(args, name) != saved["args"][name]:
             values = f"from {saved['args'][name]} to {getattr(args, name)}"
             raise UsageError(f"search --resume cannot change {flag(name)} {values}.")
-    if saved["shared_hash"] not in (None, shared_hash):
+    if saved["shared_hash"] != shared_hash:
         raise UsageError(f"{args.shared} is no longer the policy that the search in {logdir} began with.")
-    if args.baseline == saved["args"].get("baseline"):
+    if args.baseline == saved["args"]["baseline"]:
         known["baseline"] = saved["baseline"]
     return known | {"history": saved["history"]}
 
@@ -1184,7 +1190,7 @@ def saved_search(logdir: Path) -> dict[str, Any]:
     try:
         saved = json.loads(file.read_text())
         known = {name: value for name, value in saved["args"].items() if name in SearchArgs.__dataclass_fields__}
-        return {"args": known, "shared_hash": saved.get("shared_hash"), "baseline": saved.get("baseline"),
+        return {"args": known, "shared_hash": saved["shared_hash"], "baseline": saved["baseline"],
                 "history": [*saved["history"]]}  # fmt: skip
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:  # no JSON, or not of this form
         raise UsageError(f"{file} is damaged ({error!r:.99}).") from None
@@ -1237,7 +1243,7 @@ def explore(args: SearchArgs, base: Args, logdir: Path, known: dict[str, Any], i
         writer.writerows(record | {"checkpoint": str(checkpoint_of(record, logdir))} for record in history)
     plot_search(args, history, baseline, logdir / "search.png")
     if baseline is not None:
-        different = ", ".join(f"{flag(name)} {value}" for name, value in baseline.get("trained_with", {}).items())
+        different = ", ".join(f"{flag(name)} {value}" for name, value in baseline["trained_with"].items())
         print(f"\nWithout a workflow: return {baseline['mean_return']:.2f} +- {baseline['standard_error']:.2f}"
               f"{f' (trained with {different})' if different else ''}")  # fmt: skip
     best = sorted(accepted(args, history), key=lambda record: -record["mean_return"])[:5]
@@ -1604,7 +1610,7 @@ def announce(message: str) -> None:
 
 
 def complain(message: str) -> None:
-    """Print to standard error; on a terminal in place of the live line, which has no end of line yet."""
+    """Print to standard error; on a terminal, over the live line, which no newline has ended."""
     with contextlib.suppress(OSError):
         print(f"\r\033[K{message}" if sys.stderr.isatty() else message, file=sys.stderr)
 
@@ -1754,6 +1760,11 @@ class Logger:
             complain(f"warning: TensorBoard is off from step {step} on ({error.strerror}).")
             self.writer = None  # its thread died of the error, and the next one would
 
+    def close(self) -> None:
+        if self.writer is not None:
+            with outlive_disk_errors(self.logdir):  # of TensorBoard's thread, which writes late
+                self.writer.close()
+
     def line(self, text: str, final: bool = False) -> None:
         """Redraw the live line on a terminal; elsewhere print one every ten seconds."""
         if self.silent:
@@ -1810,8 +1821,8 @@ def save_gif(frames: list[np.ndarray], path: Path, fps: float) -> None:
 class Interrupt:
     """Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop after the update; Ctrl-C after it stops at once.
 
-    Not so a second one of the others: a terminal that is closed sends SIGHUP twice, a cluster's SIGTERM comes from
-    torchrun as well.
+    A second SIGTERM or SIGHUP changes nothing: a closed terminal sends SIGHUP twice, and torchrun passes on the
+    SIGTERM that a cluster sends to all.
     """
 
     def __init__(self) -> None:
@@ -1824,15 +1835,14 @@ class Interrupt:
             self.previous = {s: signal.signal(s, self) for s in signals}
 
     def __call__(self, signum: int, frame: Any) -> None:
-        if self.signum is not None:
-            if signum == signal.SIGINT:
-                self.restore()
-                raise KeyboardInterrupt
-            return
-        self.signum = signum
-        if own_rank() == 0:  # not print: the signal may have come in the middle of one
-            with contextlib.suppress(OSError):  # nobody may be listening any more
-                os.write(2, b"\nstopping after this update; Ctrl-C to stop at once\n")
+        if self.signum is None:
+            self.signum = signum
+            if own_rank() == 0:  # not print: the signal may have come in the middle of one
+                with contextlib.suppress(OSError):  # nobody may be listening any more
+                    os.write(2, b"\nstopping after this update; Ctrl-C to stop at once\n")
+        elif signum == signal.SIGINT:
+            self.restore()
+            raise KeyboardInterrupt
 
     def restore(self) -> None:
         for signum, handler in self.previous.items():
@@ -1859,9 +1869,11 @@ class Ranks:
 
     def share(self, args: Args) -> Args:
         """`args` with the number of environments and workers of this rank."""
+        if self.size == 1:
+            return args
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         workers = args.num_workers or max(1, len(os.sched_getaffinity(0)) // local_ranks)
-        return args if self.size == 1 else replace(args, num_envs=args.num_envs // self.size, num_workers=workers)
+        return replace(args, num_envs=args.num_envs // self.size, num_workers=workers)
 
     def gather(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """The ranks' tensors, equal in shape, joined along `dim`, which counts environments."""
@@ -1922,7 +1934,7 @@ def check_finite(postmortem: Path, first_env: int, actions: torch.Tensor, **roll
             arrays: dict[str, Any] = {key: value.cpu() for key, value in rollout.items()}
             with outlive_disk_errors(postmortem):
                 np.savez(postmortem, actions=actions.cpu(), **arrays)
-            cause = t - 1 if name == "obs" else t  # the step whose action led to it, if it was of this rollout
+            cause = t - 1 if name == "obs" else t  # the step whose action led to it; -1: it was in the last rollout
             after = f", after action {actions[cause, n].tolist()}" if cause >= 0 else ""
             raise FloatingPointError(
                 f"{name} of environment {first_env + n}: a number is not finite at step {t} of the rollout{after}; the "
@@ -1977,7 +1989,7 @@ def describe(args: Args, logdir: Path, agent: nn.Module, rollout: list[torch.Ten
 
 def lock_folder(logdir: Path) -> int:
     """Keep other runs out of a folder until the descriptor that is returned is closed. Raises UsageError if another run
-    is using it. The lock is the process's own (lockf): kill -9 releases it, even if forked workers live on a while.
+    is using it. The lock belongs to the process (lockf): kill -9 releases it, even if forked workers live on a while.
     """
     descriptor = os.open(logdir / "run.lock", os.O_RDWR | os.O_CREAT)
     try:
@@ -1995,7 +2007,7 @@ def run_folder(args: Args) -> Path:
     if args.logdir:
         Path(args.logdir).mkdir(parents=True, exist_ok=True)
         return Path(args.logdir)
-    Path("runs").mkdir(exist_ok=True)  # here, because an error means something else in the loop
+    Path("runs").mkdir(exist_ok=True)  # not in the loop, where FileExistsError means that the name is taken
     while True:
         now = time.strftime("%Y%m%d-%H%M%S")
         logdir = Path(f"runs/{args.env_id.replace('/', '_')}__{SCRIPT}__{args.seed}__{now}")
@@ -2028,8 +2040,8 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, int]:
 
 
 def keep_best(logdir: Path, checkpoint: dict[str, Any]) -> None:
-    """Let the counters of a checkpoint to resume from know of a best.pt that is newer: the updates before it were lost
-    with a crash, the policy was not."""
+    """If best.pt is newer than the checkpoint to resume from, take over its score: a crash has lost the updates that
+    led to it, but not its policy."""
     with contextlib.suppress(UsageError):  # there may be no best.pt yet
         counters = load_checkpoint(logdir / "best.pt")["counters"]
         if counters["best_step"] > checkpoint["counters"]["global_step"]:
@@ -2213,9 +2225,9 @@ def check_environment(args: Args) -> None:
 # ==========================================================================================================
 # The command line
 # ==========================================================================================================
-def explain(args: Args) -> int | None:
-    """Print the derived sizes, and the run's time as three updates in a scratch folder predict it. Returns the signal
-    that ended these early, if one did."""
+def explain(args: Args) -> dict[str, Any]:
+    """Print the derived sizes, and the run's time as three updates in a scratch folder predict it; returns what `train`
+    returned for these."""
     require_one_process("--explain")
     validate(args)
     with tempfile.TemporaryDirectory() as scratch:
@@ -2225,14 +2237,14 @@ def explain(args: Args) -> int | None:
                         compliance_threshold=None, min_episodes=Args.min_episodes)  # fmt: skip
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            signum = train(probe)["signal"]
-        if signum:
-            return signum
+            result = train(probe)
+        if result["signal"]:
+            return result
         sps = read_csv(Path(scratch) / "run" / "timing.csv")["time/sps"][-1]
     print(output.getvalue().partition(", folder")[0].replace(": 3 updates", f": {args.num_updates} updates"))
     minutes = args.num_updates * args.batch_size / sps / 60
     print(f"{sps:,.0f} steps/s in a probe: about {minutes:.1f} minutes without the evaluations")
-    return None
+    return result
 
 
 def parse_args(argv: list[str]) -> Args:
@@ -2256,7 +2268,7 @@ def parse_args(argv: list[str]) -> Args:
     args = tyro.cli(Args, args=argv, default=Args(**values), description=description)
     if args.resume and args.logdir is not None:
         saved = load_latest(Path(args.logdir), "cpu")["args"]
-        # Of the presets named once more the run's own values come first, where a flag may change them.
+        # Presets named once more must agree with the run. What a resumed run may change is set by flags alone.
         values = {name: value for name, value in values.items() if name not in RESUMABLE}
         args = tyro.cli(Args, args=argv, default=known_args(saved | values))
     return args
@@ -2276,7 +2288,7 @@ def main(argv: list[str]) -> int:
             signum = search(parse_search_args(argv[1:]))
             return 128 + signum if signum else 0
         args = parse_args(argv)
-        result = {"signal": explain(args), "saved": True} if args.explain else train(args)
+        result = explain(args) if args.explain else train(args)
         if not result["saved"]:
             return 1
         return 128 + result["signal"] if result["signal"] else 0

@@ -446,8 +446,9 @@ def is_stable(costs: np.ndarray) -> bool:
     """Whether the cost of a continuing task, (steps, episodes), has stopped growing: over the last half of the steps
     the episodes' least-squares slopes are on average at most three standard errors above 0.
 
-    Costs of one episode depend on each other, so that its residuals say little about its slope's error; the error is
-    taken from the spread over the episodes. Over the updates of a run nothing would show: each reset empties a queue.
+    The costs within an episode are correlated, so the residuals of its fit would understate its slope's error; the
+    spread of the slopes over the episodes is used instead. (A slope over the updates of a run would show nothing,
+    because each reset empties the queues.)
     """
     y = costs[len(costs) // 2 :] - costs[len(costs) // 2]  # so that equal costs have a slope of exactly 0
     x = np.arange(len(y)) - (len(y) - 1) / 2
@@ -468,13 +469,13 @@ def make_envs(
     if kind == "auto" or not training:
         kind = "batch" if args.env_id in TASKS else "subproc" if training else "sync"
     make_kwargs: dict[str, Any] = {} if args.reset_steps is None else {"max_episode_steps": args.reset_steps}
-    pictures = {} if render_mode is None else {"render_mode": render_mode}  # not every environment knows the word
+    pictures = {} if render_mode is None else {"render_mode": render_mode}  # not every environment takes the argument
     env_fns = [partial(make, args.env_id, **make_kwargs, **pictures)] * args.num_envs
     vec_env: VectorEnv
     if kind == "sync" or render_mode is not None:
         vec_env = SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
     elif kind == "async":
-        # Ctrl-C and the end of a terminal would end its workers, too. It ends them itself by SIGTERM.
+        # Ctrl-C and a closed terminal reach its workers too, which must ignore them; SIGTERM is for it to send.
         in_main_thread = threading.current_thread() is threading.main_thread()
         meant_for_us = (signal.SIGINT, signal.SIGHUP) if in_main_thread else ()
         handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in meant_for_us}
@@ -545,7 +546,8 @@ def evaluate(
         running &= ~(terminated | truncated)
     vec_env.close()
     returns = np.sum(rewards_of_steps, axis=0)
-    comparable = num_envs >= 5 and lengths.min() == limit > 2  # of fewer episodes the spread says too little
+    # The spread of fewer episodes says too little; and a slope needs two steps in the last half.
+    comparable = num_envs >= 5 and limit > 2 and (lengths == limit).all()
     return {"mean_return": float(returns.mean()), "std_return": float(returns.std()), "frames": frames,
             "mean_length": float(lengths.mean()), "returns": returns.tolist(), "lengths": lengths.tolist(),
             "stable": float(is_stable(-np.array(rewards_of_steps))) if comparable else math.nan}  # fmt: skip
@@ -627,8 +629,8 @@ def train(args: Args) -> dict[str, Any]:
     """Train, evaluate and save as `args` say; returns the run folder and the last and best evaluation.
 
     Raises UsageError for arguments that cannot work, and FloatingPointError before numbers that are not finite
-    reach the weights. A signal ends the run early and cleanly; its number is then in the result as "signal". "saved"
-    is whether latest.pt holds the end of it. One call at a time: the random generators are the process's.
+    reach the weights. A signal ends the run early and cleanly; the result then holds its number as "signal". Its
+    "saved" is whether latest.pt holds the end of the run. Not for several threads: random generators are global.
     """
     validate(args)
     ranks = Ranks(args)
@@ -664,13 +666,13 @@ def learn(
     parameters = [flatten_parameters(group) for group in agent.parameter_groups(args)]
     moments = [(torch.zeros_like(x), torch.zeros_like(x), torch.zeros((), device=device)) for x in parameters]
     learning_rates = [args.learning_rate, args.critic_learning_rate or args.learning_rate][: len(parameters)]
-    # What is annealed is a tensor: the compiler would take every new float for a new program.
+    # Tensors, since they are annealed: torch.compile would compile anew for each new float.
     rates = [torch.tensor(learning_rate, device=device) for learning_rate in learning_rates]
-    # Ranks normalise a minibatch's advantages before each takes its part of it.
+    # With several ranks, a minibatch's advantages are normalised before each rank takes its part of it.
     normalize_here = ranks.size > 1 and args.norm_adv and args.norm_adv_scope == "minibatch"
     loss_args = replace(args, norm_adv=False) if normalize_here else args
 
-    per_call = math.gcd(4, args.num_minibatches)  # four steps in one compiled call save a third of its time
+    per_call = math.gcd(4, args.num_minibatches)  # a compiled call for every four steps saves a third of their time
 
     # The rollout, time-major: row t holds what happened at step t in each environment.
     obs = torch.zeros((num_steps, num_envs, *vec_env.single_observation_space.shape), device=device)
@@ -724,7 +726,7 @@ def learn(
         return next((number for number in ranks.gather_objects(interrupt.signum) if number), None)
 
     def value_of(observations: torch.Tensor) -> torch.Tensor:
-        """V, but nan of an infinite observation, which the critic's tanh would hide from `check_finite`."""
+        """V, or nan where an observation is not finite: tanh would hide an infinity from `check_finite`."""
         return agent.get_value(observations).where(observations.isfinite().all(-1), math.nan)
 
     evaluation: dict[str, Any] = {}
@@ -787,8 +789,8 @@ def learn(
             weight = args.average_reward_rate if counters.update > 1 else 1.0
             counters.average_reward += weight * (float(ranks.gather(rewards).mean()) - counters.average_reward)
             gae_rewards, gamma = rewards - counters.average_reward, 1.0
-            # Life goes on after a fall: s' is the first state of the next episode, the only time that next_values are
-            # of a reset. A fall in the last step of a time limit is a fall.
+            # A fall does not end the task, which goes on from the reset: only here are next_values those of a reset
+            # state. An episode that falls in the very step of its time limit counts as fallen.
             deaths, cut = torch.zeros_like(terminations), truncations & ~terminations
         advantages, returns = compute_gae(gae_rewards, values, next_values, deaths, cut, gamma, args.gae_lambda)
         b_obs, b_actions, b_log_probs, b_values, b_advantages, b_returns = map(
@@ -900,11 +902,18 @@ def learn(
         if last or signum or crossed(counters.global_step, args.batch_size, args.save_every):
             saved = save("latest.pt")
 
-    with outlive_disk_errors(logdir):  # of TensorBoard's thread, which writes late
-        if logger.writer is not None:
-            logger.writer.close()
-    if ranks.rank > 0:
-        return {"logdir": str(logdir), "signal": signum, "saved": saved, **asdict(counters)}
+    return finish(args, logger, counters, evaluation, signum, saved)
+
+
+def finish(
+    args: Args, logger: Logger, counters: Counters, evaluation: dict[str, Any], signum: int | None, saved: bool
+) -> dict[str, Any]:
+    """Draw curves.png, enter the run in the leaderboard, print its last line; returns what `train` does."""
+    logdir = logger.logdir
+    result = {"logdir": str(logdir), "signal": signum, "saved": saved, **asdict(counters)}
+    logger.close()
+    if logger.silent:  # rank 0 speaks for all
+        return result
     with outlive_disk_errors(logdir / "curves.png"):
         plot_curves(logdir)
     if signum and counters.update < args.num_updates:
@@ -912,7 +921,7 @@ def learn(
     else:
         with outlive_disk_errors(logdir.parent / "best"):
             update_leaderboard(logdir, args, counters.best_return, counters.best_step)
-        logged = read_csv(logdir / "eval.csv")  # has the last evaluation of a run that was finished before
+        logged = read_csv(logdir / "eval.csv")  # for a run that was resumed when it had finished
         evaluation = evaluation or {name.removeprefix("eval/"): column[-1] for name, column in logged.items()}
         mean_return, std_return = (evaluation.get(name, math.nan) for name in ("mean_return", "std_return"))
         outcome = f"evaluation {mean_return:.1f} +- {std_return:.1f}; run folder"
@@ -921,8 +930,7 @@ def learn(
     logger.line(f"{counters.global_step:,} steps in {counters.seconds:.0f} s, {outcome} {logdir}", final=True)
     if not saved:
         complain(f"error: latest.pt was not written: {logdir} has lost what came after the last checkpoint.")
-    return {"logdir": str(logdir), "signal": signum, "saved": saved, **asdict(counters),
-            **{name: evaluation.get(name, math.nan) for name in ("mean_return", "stable")}}  # fmt: skip
+    return result | {name: evaluation.get(name, math.nan) for name in ("mean_return", "stable")}
 
 
 # ==========================================================================================================
@@ -1097,7 +1105,7 @@ def announce(message: str) -> None:
 
 
 def complain(message: str) -> None:
-    """Print to standard error; on a terminal in place of the live line, which has no end of line yet."""
+    """Print to standard error; on a terminal, over the live line, which no newline has ended."""
     with contextlib.suppress(OSError):
         print(f"\r\033[K{message}" if sys.stderr.isatty() else message, file=sys.stderr)
 
@@ -1242,6 +1250,11 @@ class Logger:
             complain(f"warning: TensorBoard is off from step {step} on ({error.strerror}).")
             self.writer = None  # its thread died of the error, and the next one would
 
+    def close(self) -> None:
+        if self.writer is not None:
+            with outlive_disk_errors(self.logdir):  # of TensorBoard's thread, which writes late
+                self.writer.close()
+
     def line(self, text: str, final: bool = False) -> None:
         """Redraw the live line on a terminal; elsewhere print one every ten seconds."""
         if self.silent:
@@ -1298,8 +1311,8 @@ def save_gif(frames: list[np.ndarray], path: Path, fps: float) -> None:
 class Interrupt:
     """Turns the first SIGINT, SIGTERM or SIGHUP into a request to stop after the update; Ctrl-C after it stops at once.
 
-    Not so a second one of the others: a terminal that is closed sends SIGHUP twice, a cluster's SIGTERM comes from
-    torchrun as well.
+    A second SIGTERM or SIGHUP changes nothing: a closed terminal sends SIGHUP twice, and torchrun passes on the
+    SIGTERM that a cluster sends to all.
     """
 
     def __init__(self) -> None:
@@ -1312,15 +1325,14 @@ class Interrupt:
             self.previous = {s: signal.signal(s, self) for s in signals}
 
     def __call__(self, signum: int, frame: Any) -> None:
-        if self.signum is not None:
-            if signum == signal.SIGINT:
-                self.restore()
-                raise KeyboardInterrupt
-            return
-        self.signum = signum
-        if own_rank() == 0:  # not print: the signal may have come in the middle of one
-            with contextlib.suppress(OSError):  # nobody may be listening any more
-                os.write(2, b"\nstopping after this update; Ctrl-C to stop at once\n")
+        if self.signum is None:
+            self.signum = signum
+            if own_rank() == 0:  # not print: the signal may have come in the middle of one
+                with contextlib.suppress(OSError):  # nobody may be listening any more
+                    os.write(2, b"\nstopping after this update; Ctrl-C to stop at once\n")
+        elif signum == signal.SIGINT:
+            self.restore()
+            raise KeyboardInterrupt
 
     def restore(self) -> None:
         for signum, handler in self.previous.items():
@@ -1347,9 +1359,11 @@ class Ranks:
 
     def share(self, args: Args) -> Args:
         """`args` with the number of environments and workers of this rank."""
+        if self.size == 1:
+            return args
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
         workers = args.num_workers or max(1, len(os.sched_getaffinity(0)) // local_ranks)
-        return args if self.size == 1 else replace(args, num_envs=args.num_envs // self.size, num_workers=workers)
+        return replace(args, num_envs=args.num_envs // self.size, num_workers=workers)
 
     def gather(self, x: torch.Tensor, dim: int = 1) -> torch.Tensor:
         """The ranks' tensors, equal in shape, joined along `dim`, which counts environments."""
@@ -1410,7 +1424,7 @@ def check_finite(postmortem: Path, first_env: int, actions: torch.Tensor, **roll
             arrays: dict[str, Any] = {key: value.cpu() for key, value in rollout.items()}
             with outlive_disk_errors(postmortem):
                 np.savez(postmortem, actions=actions.cpu(), **arrays)
-            cause = t - 1 if name == "obs" else t  # the step whose action led to it, if it was of this rollout
+            cause = t - 1 if name == "obs" else t  # the step whose action led to it; -1: it was in the last rollout
             after = f", after action {actions[cause, n].tolist()}" if cause >= 0 else ""
             raise FloatingPointError(
                 f"{name} of environment {first_env + n}: a number is not finite at step {t} of the rollout{after}; the "
@@ -1465,7 +1479,7 @@ def describe(args: Args, logdir: Path, agent: nn.Module, rollout: list[torch.Ten
 
 def lock_folder(logdir: Path) -> int:
     """Keep other runs out of a folder until the descriptor that is returned is closed. Raises UsageError if another run
-    is using it. The lock is the process's own (lockf): kill -9 releases it, even if forked workers live on a while.
+    is using it. The lock belongs to the process (lockf): kill -9 releases it, even if forked workers live on a while.
     """
     descriptor = os.open(logdir / "run.lock", os.O_RDWR | os.O_CREAT)
     try:
@@ -1483,7 +1497,7 @@ def run_folder(args: Args) -> Path:
     if args.logdir:
         Path(args.logdir).mkdir(parents=True, exist_ok=True)
         return Path(args.logdir)
-    Path("runs").mkdir(exist_ok=True)  # here, because an error means something else in the loop
+    Path("runs").mkdir(exist_ok=True)  # not in the loop, where FileExistsError means that the name is taken
     while True:
         now = time.strftime("%Y%m%d-%H%M%S")
         logdir = Path(f"runs/{args.env_id.replace('/', '_')}__{SCRIPT}__{args.seed}__{now}")
@@ -1516,8 +1530,8 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, int]:
 
 
 def keep_best(logdir: Path, checkpoint: dict[str, Any]) -> None:
-    """Let the counters of a checkpoint to resume from know of a best.pt that is newer: the updates before it were lost
-    with a crash, the policy was not."""
+    """If best.pt is newer than the checkpoint to resume from, take over its score: a crash has lost the updates that
+    led to it, but not its policy."""
     with contextlib.suppress(UsageError):  # there may be no best.pt yet
         counters = load_checkpoint(logdir / "best.pt")["counters"]
         if counters["best_step"] > checkpoint["counters"]["global_step"]:
@@ -1726,9 +1740,9 @@ def check_pictures(args: Args) -> None:
 # ==========================================================================================================
 # The command line
 # ==========================================================================================================
-def explain(args: Args) -> int | None:
-    """Print the derived sizes, and the run's time as three updates in a scratch folder predict it. Returns the signal
-    that ended these early, if one did."""
+def explain(args: Args) -> dict[str, Any]:
+    """Print the derived sizes, and the run's time as three updates in a scratch folder predict it; returns what `train`
+    returned for these."""
     require_one_process("--explain")
     validate(args)
     with tempfile.TemporaryDirectory() as scratch:
@@ -1737,14 +1751,14 @@ def explain(args: Args) -> int | None:
                         eval_every=0, eval_episodes=1, track=False, capture_video=False)  # fmt: skip
         output = io.StringIO()
         with contextlib.redirect_stdout(output):
-            signum = train(probe)["signal"]
-        if signum:
-            return signum
+            result = train(probe)
+        if result["signal"]:
+            return result
         sps = read_csv(Path(scratch) / "run" / "timing.csv")["time/sps"][-1]
     print(output.getvalue().partition(", folder")[0].replace(": 3 updates", f": {args.num_updates} updates"))
     minutes = args.num_updates * args.batch_size / sps / 60
     print(f"{sps:,.0f} steps/s in a probe: about {minutes:.1f} minutes without the evaluations")
-    return None
+    return result
 
 
 def parse_args(argv: list[str]) -> Args:
@@ -1768,7 +1782,7 @@ def parse_args(argv: list[str]) -> Args:
     args = tyro.cli(Args, args=argv, default=Args(**values), description=description)
     if args.resume and args.logdir is not None:
         saved = load_latest(Path(args.logdir), "cpu")["args"]
-        # Of the presets named once more the run's own values come first, where a flag may change them.
+        # Presets named once more must agree with the run. What a resumed run may change is set by flags alone.
         values = {name: value for name, value in values.items() if name not in RESUMABLE}
         args = tyro.cli(Args, args=argv, default=known_args(saved | values))
     return args
@@ -1785,7 +1799,7 @@ def main(argv: list[str]) -> int:
             curves(tyro.cli(CurvesArgs, prog=f"{SCRIPT}.py curves", args=argv[1:], description=curves.__doc__))
             return 0
         args = parse_args(argv)
-        result = {"signal": explain(args), "saved": True} if args.explain else train(args)
+        result = explain(args) if args.explain else train(args)
         if not result["saved"]:
             return 1
         return 128 + result["signal"] if result["signal"] else 0

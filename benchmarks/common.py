@@ -22,7 +22,7 @@ from envs.nes_core import library_path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
-CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+CORES = len(os.sched_getaffinity(0))
 QUICK_RESULTS = ROOT / "runs" / "bench"  # of --quick: too few rounds to be shown, enough to see that all works
 
 

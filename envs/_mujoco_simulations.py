@@ -21,7 +21,7 @@ class _BatchConfig(ctypes.Structure):
 
 
 def _load_mujoco() -> ctypes.CDLL:
-    """MuJoCo's C library, through the Python bindings that are linked with it: surely the same copy."""
+    """MuJoCo's C library, through the Python bindings, which are linked with it: so it is the same copy."""
     lib = ctypes.CDLL(mujoco._batch.__file__)
     pointer, integer, text = ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p
     signatures: list[tuple[str, Any, list[Any]]] = [

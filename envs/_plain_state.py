@@ -149,8 +149,7 @@ def restored(saved: Any) -> Any:
         case {"deque": items, "maxlen": maxlen}:
             return deque(map(restored, items), maxlen)
         case {"dict": items}:
-            pairs = items.items() if isinstance(items, dict) else items  # a dict: as in files of before
-            return {restored(key): restored(item) for key, item in pairs}
+            return {restored(key): restored(item) for key, item in items}
         case dict():
             return {key: restored(item) for key, item in saved.items()}
     return saved

@@ -77,7 +77,7 @@ def write_tree(target: Any, value: Any, casting: Any = None) -> None:
     """Copy `value` into the arrays of `target`, which is nested in the same way.
 
     Raises:
-        ValueError: if a shape differs (NumPy alone would broadcast many a wrong shape without a word), or the nesting.
+        ValueError: if a shape differs (NumPy alone would silently broadcast many a wrong shape), or the nesting.
         TypeError: for a single number in place of an array, or numbers that `casting` (`np.copyto`'s) does not allow.
             With a `casting`, integers may be of any type if their values fit.
     """

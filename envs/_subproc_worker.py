@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import faulthandler
+import fcntl
 import os
 import pickle
 import signal
@@ -41,9 +42,7 @@ POLL_SECONDS = 0.0005  # of polling before going to sleep: to wake a sleeper tak
 SMALL_MESSAGE = 4_096  # bytes that fit the pipe's buffer on any system
 PARENT_CHECK_SECONDS = 1.0
 
-give_way = getattr(os, "sched_yield", lambda: None)  # leaves this core to another process that wants it
-
-PARENTS_SIGNALS = {getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}
+PARENTS_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 Requests = list[tuple[int, Any]]  # (environment index, arguments)
 Results = list[tuple[int, Any]]  # (environment index, result)
 
@@ -93,7 +92,7 @@ def poll(semaphore: Semaphore) -> bool:
     while not semaphore.acquire(False):
         if time.monotonic() > end:
             return False
-        give_way()
+        os.sched_yield()  # leave this core to another process that wants it
     return True
 
 
@@ -106,8 +105,7 @@ def worker_main(setup: WorkerSetup) -> None:
         signal.signal(number, lambda *_: None)
     watch_parent()
     faulthandler.enable(setup.crash_pipe.fileno(), all_threads=False)
-    if hasattr(faulthandler, "register"):
-        faulthandler.register(signal.SIGUSR1, setup.crash_pipe.fileno(), all_threads=False)
+    faulthandler.register(signal.SIGUSR1, setup.crash_pipe.fileno(), all_threads=False)
     for pipe in setup.inherited:
         pipe.close()
 
@@ -129,27 +127,22 @@ def watch_parent() -> None:
     """Make this process end when its parent does, whatever it is doing then.
 
     A pipe tells: the parent holds its other end (and, under fork, so do the workers started after this one, which
-    therefore end before it). On Linux the kernel itself can kill this process when that end
-    closes, even while an environment holds the GIL in C code. The thread is for other systems, and for the case that
-    a process which the parent forked has inherited that end and lives on.
+    therefore end before it). The kernel kills this process when that end closes, even while an environment holds the
+    GIL in C code. The thread is for the case that a process forked by the parent has inherited that end and lives on.
     """
     parent, starter = parent_process(), os.getppid()  # under forkserver these are two
     assert parent is not None
     assert parent.pid is not None
-    if sys.platform == "linux":
-        import fcntl
-
-        fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
-        fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
-        fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
 
     signs = [parent.sentinel]
-    with contextlib.suppress(AttributeError, OSError):  # only Linux has it
+    with contextlib.suppress(AttributeError, OSError):  # Python's C library, or the kernel, may be too old for it
         signs.append(os.pidfd_open(parent.pid))
 
     def watch() -> None:
-        if hasattr(signal, "pthread_sigmask"):  # a request for a trace is for the main thread
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # a request for a trace is for the main thread
         while os.getppid() == starter and not connection.wait(signs, PARENT_CHECK_SECONDS):
             pass
         os._exit(1)

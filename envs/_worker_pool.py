@@ -136,11 +136,11 @@ class Worker:
 
 @contextlib.contextmanager
 def hold_signals() -> Iterator[None]:
-    """Let Ctrl-C and the like wait a moment: in the middle of a fork Python would drop what the parent's handler
-    raises, and the child would die of a signal that it is to ignore as soon as it has begun.
+    """Let Ctrl-C and the like wait a moment: in the middle of a fork Python would drop an exception that the parent's
+    handler raises, and the child would die of a signal that it ignores once it is running.
 
-    Masks would not do, because other threads (of a BLAS, say) take the signals then. Handlers belong to the main
-    thread; what is forked elsewhere is not protected.
+    Masking them would not do, because other threads (of a BLAS, say) would then receive them. Only the main thread may
+    set handlers; a fork in another thread is not protected.
     """
     received: list[int] = []
     before: dict[int, Any] = {}
@@ -157,8 +157,8 @@ def hold_signals() -> Iterator[None]:
 
 
 def limit_waits(pipe: connection.Connection, seconds: float) -> None:
-    """Let a read or write at this end raise BlockingIOError after so long: the other process may have been stopped."""
-    seconds = min(seconds, 2.0**31)  # which stands for ever
+    """Let a read or write at this end raise BlockingIOError after `seconds`: the other process may be stopped."""
+    seconds = min(seconds, 2.0**31)  # as good as for ever
     limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
     with socket.socket(fileno=os.dup(pipe.fileno())) as end:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
@@ -217,7 +217,7 @@ class WorkerPool:
             self._start(worker)
         deadline = self._deadline()
         descriptions, waiting = dict[Worker, Any](), self.workers
-        while waiting:  # first come, first served: what one raises must not wait for another that is slow, or hangs
+        while waiting:  # first come, first served: an error of one must not wait for another that is slow, or hangs
             connection.wait([worker.pipe for worker in waiting], LIVENESS_SECONDS)
             late = time.monotonic() >= deadline
             ready = [worker for worker in waiting if late or worker.pipe.poll(0) or not worker.process.is_alive()]
@@ -229,7 +229,7 @@ class WorkerPool:
         others = [other for other in self.workers if other.started and other is not worker]
         env_fns = [self._env_fns[i] for i in worker.env_indices]
         worker.start(self._context, self._daemon, others, env_fns=env_fns, **self._options)
-        if self.step_timeout is not None and sys.platform != "win32":
+        if self.step_timeout is not None:
             limit_waits(worker.pipe, self.step_timeout)
 
     def _constructed(self, worker: Worker, deadline: float) -> Any:
@@ -298,7 +298,7 @@ class WorkerPool:
                 except (BrokenPipeError, ConnectionResetError):
                     pass
                 except BlockingIOError:
-                    worker.deadline, deadline = -math.inf, self._deadline()  # the others' time begins only now
+                    worker.deadline, deadline = -math.inf, self._deadline()  # it hangs; the others' time begins now
 
     def collect(self, name: str, workers: Sequence[Worker], timeout: float | None = None) -> Results:
         """Wait for the workers' replies to `name`; return their results in the order of the environments.
@@ -318,12 +318,12 @@ class WorkerPool:
         return [result for worker in workers for result in worker.reply[1]]
 
     def environment_error(self, name: str, workers: Sequence[Worker]) -> WorkerError | None:
-        """Return the report of what environments raised by now, as far as their workers have not been waited for."""
+        """Return the report of what environments have raised so far, in workers not yet waited for too, or None."""
         for worker in workers:
             if worker.pending and worker.done.acquire(False):
                 with contextlib.suppress(WorkerError):
                     self._take_reply(worker, name)
-        # Whose reply is still to come has the one to an earlier command.
+        # A worker that is still pending holds the reply to an earlier command.
         errors = [error for worker in workers if not worker.pending for error in worker.reply[0]]
         return self._environment_error(errors, name) if errors else None
 
@@ -367,7 +367,7 @@ class WorkerPool:
 
     def _receive(self, worker: Worker, name: str, deadline: float) -> Any:
         """Return a message that a worker sends without saying so by its semaphore, as it does while it starts."""
-        # Whether it lives is asked in so many words, since its death closes nothing if its environments have forked.
+        # Look at the process too: if its environments have forked, its death does not close the pipe.
         while not worker.pipe.poll(max(0.0, min(LIVENESS_SECONDS, deadline - time.monotonic()))):
             alive = worker.process.is_alive()  # asked first: it may have sent something just before it died
             if not worker.pipe.poll(0) and (not alive or time.monotonic() >= deadline):
@@ -402,7 +402,7 @@ class WorkerPool:
         """Put an end to a worker that died or hung; return the report."""
         pid = worker.process.pid
         running = IDLE if worker.control is None else worker.control[RUNNING]
-        if hung and hasattr(signal, "SIGUSR1"):
+        if hung:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGUSR1)  # makes its faulthandler write down where it is
             worker.crash_pipe.poll(TRACE_SECONDS)
@@ -453,9 +453,8 @@ class WorkerPool:
             return
         deadline = time.monotonic() + (CLOSE_SECONDS if timeout is None else timeout)
         waiting = [] if terminate else [worker for worker in self.workers if worker.started]
-        if sys.platform != "win32":
-            for worker in waiting:
-                limit_waits(worker.pipe, max(LIVENESS_SECONDS, deadline - time.monotonic()))  # not step_timeout now
+        for worker in waiting:
+            limit_waits(worker.pipe, max(LIVENESS_SECONDS, deadline - time.monotonic()))  # not step_timeout now
         closing: list[Worker] = []
         while waiting:
             for worker in waiting:

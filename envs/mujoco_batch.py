@@ -81,7 +81,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
             closest = difflib.get_close_matches(env_id, TASKS, n=1, cutoff=0.0)[0]
             raise ValueError(f"{env_id!r} is none of {', '.join(TASKS)}; the closest is {closest!r}.")
         if num_threads is None:
-            num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+            num_threads = len(os.sched_getaffinity(0))
         if num_envs < 1 or num_threads < 1:
             raise ValueError(f"num_envs={num_envs} and num_threads={num_threads} must both be at least 1.")
         if str(make_kwargs.get("render_mode")).endswith("_list"):
@@ -270,7 +270,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         self._sims.state[...] = state["physics"]
         # not recomputed, since MuJoCo's derived positions lie one substep behind its state
         self._position = state["position"].copy()
-        self._restored_obs = state["observations"].copy() if "observations" in state else None  # not in older states
+        self._restored_obs = state["observations"].copy()
         self._elapsed, self._ended = state["elapsed"].copy(), state["ended"].copy()
         for generator, saved in zip(self._generators, state["generators"], strict=True):
             generator.bit_generator.state = saved

@@ -31,7 +31,7 @@ class RunningMeanStd:
     def __init__(self, shape: tuple[int, ...] = (), gather: Gather | None = None) -> None:
         self.mean = np.zeros(shape)
         self.var = np.ones(shape)
-        self.count = 1e-4  # a breath of the prior (mean 0, variance 1) keeps the first batch well defined
+        self.count = 1e-4  # a trace of a prior of mean 0 and variance 1, which the first batch outweighs
         self.gather = gather
 
     def update(self, batch: np.ndarray) -> None:
@@ -49,8 +49,8 @@ class RunningMeanStd:
             self.merge(mean, var, moments[-1])
 
     def merge(self, mean: np.ndarray, var: np.ndarray, count: float) -> None:
-        """Absorb another stream of which only mean, variance (each `shape`) and length are known; leave it out if
-        the variance would overflow."""
+        """Absorb a stream of which only mean, variance (each `shape`) and length are known; leave it out if the
+        variance would overflow."""
         if count == 0:
             return
         total = self.count + count
@@ -69,7 +69,7 @@ class RunningMeanStd:
         self.count = float(state["count"])
 
 
-def _clip(values: np.ndarray, limit: float) -> np.ndarray:
+def _clip_finite(values: np.ndarray, limit: float) -> np.ndarray:
     """Clip to [-limit, limit], except infinities, which become nan: they are a fault, and must not look healthy."""
     clipped = np.minimum(np.maximum(values, -limit), limit)
     infinite = np.isinf(values)
@@ -127,7 +127,7 @@ class NormalizeObservation(_SaveableWrapper):
     def normalize(self, obs: np.ndarray) -> np.ndarray:
         """(..., *shape) -> float32 (..., *shape) with the statistics as they stand."""
         scaled = (obs - self.statistics.mean) / np.sqrt(self.statistics.var + self.epsilon)
-        return _clip(scaled, self.clip).astype(np.float32)
+        return _clip_finite(scaled, self.clip).astype(np.float32)
 
     def reset(self, *, seed=None, options=None):
         begun = (options or {}).get("reset_mask", slice(None))  # read now, for Gymnasium takes it out
@@ -201,7 +201,7 @@ class NormalizeReward(_SaveableWrapper):
         if not self._same_step:
             self._ended = ended
         infos["raw_reward"] = rewards
-        scaled = _clip(rewards / np.sqrt(self.statistics.var + self.epsilon), self.clip)
+        scaled = _clip_finite(rewards / np.sqrt(self.statistics.var + self.epsilon), self.clip)
         return obs, scaled, terminations, truncations, infos
 
     def own_state(self) -> dict[str, Any]:

@@ -127,7 +127,7 @@ class SubprocVecEnv(VectorEnv):
                 raise ValueError(f"`{name}` must be a positive or None, got {limit}.")
 
         self.num_envs = len(env_fns)
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        cores = len(os.sched_getaffinity(0))
         self.num_workers = min(num_workers or cores, max_concurrency or self.num_envs, self.num_envs)
         self.copy = copy
         self.observation_mode = observation_mode
@@ -400,7 +400,7 @@ class SubprocVecEnv(VectorEnv):
         rows = slice(worker.env_indices.start, worker.env_indices.stop)
         self._shared.info_table.present[rows] = False
         for n in worker.env_indices:
-            seed = self._pool.seeds[n]  # the same one might lead to the same end; one of its own, though
+            seed = self._pool.seeds[n]  # the same one might lead to the same end: take one that no other has
             self._pool.seeds[n] = None if seed is None else seed + self.num_envs
         resets = [(n, {"seed": self._pool.seeds[n]}) for n in worker.env_indices]
         self._pool.request("reset", resets, [worker])
@@ -500,8 +500,7 @@ class SubprocVecEnv(VectorEnv):
             indices = [n for worker in self._pool.workers for n in worker.env_indices[i : i + 1]]
             self._call_workers("set_state", [(n, state["envs"][n]) for n in indices])
         self._pool.seeds[:] = state["seeds"]
-        if "observations" in state:  # otherwise it is an older state
-            write_tree(self._shared.observations, state["observations"])
+        write_tree(self._shared.observations, state["observations"])
 
     # ---- the pending call ---------------------------------------------------------------------------------------
 
@@ -533,7 +532,7 @@ class SubprocVecEnv(VectorEnv):
             raise
 
     def _interrupted(self, name: str, error: BaseException) -> None:
-        """Go no further, after Ctrl-C say: nobody knows which workers have begun, or answered, and which not."""
+        """Allow nothing but `close`, after Ctrl-C say: nobody knows which workers have begun, or answered."""
         self._pool.failure = f"`{name}` was interrupted by {error!r}."
 
     def _call_workers(self, name: str, requests: Requests) -> Results:

@@ -20,7 +20,7 @@ def get_vector_state(vec_env: VectorEnv) -> Any:
         try:
             return vec_env.get_state()
         except NoState as error:
-            # Of a worker's report only the environment's own words, which are the same each time: shown once.
+            # Not a worker's whole report: the environment's own words are the same each time, and so are shown once.
             own_words = error.errors[0].message if isinstance(error, WorkerError) else str(error)
             warnings.warn(own_words, stacklevel=2)
             return None

@@ -893,7 +893,8 @@ def test_a_history_of_another_form_is_named(cage2: ModuleType, tmp_path: Path, t
 
 
 def test_a_search_whose_script_has_lost_a_field_goes_on(cage2: ModuleType, tmp_path: Path) -> None:
-    (tmp_path / "history.json").write_text('{"args": {"n_start": 7, "gone": 1}, "history": []}')
+    saved = {"args": {"n_start": 7, "gone": 1}, "shared_hash": "", "baseline": None, "history": []}
+    (tmp_path / "history.json").write_text(json.dumps(saved))
     assert cage2.parse_search_args(["--resume", "--logdir", str(tmp_path)]).n_start == 7
 
 

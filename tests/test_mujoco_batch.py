@@ -231,18 +231,6 @@ def test_a_masked_reset_after_a_restore_returns_the_other_rows_as_they_were(env_
     assert_identical(*results, env_id)
 
 
-def test_a_state_of_before_observations_were_saved_still_loads() -> None:
-    unbroken, restored = MujocoBatchVecEnv("Ant-v5", 2, 1), MujocoBatchVecEnv("Ant-v5", 2, 1)
-    unbroken.reset(seed=1)
-    state = unbroken.get_state()
-    del state["observations"]
-    restored.set_state(state)
-    restored.reset(options={"reset_mask": np.array([True, False])})
-    unbroken.reset(options={"reset_mask": np.array([True, False])})
-    actions = np.ones((2, 8))
-    assert_identical(restored.step(actions), unbroken.step(actions), "step")
-
-
 def test_a_saved_state_is_a_copy_made_of_plain_values() -> None:
     envs = MujocoBatchVecEnv("Ant-v5", 2, 1)
     envs.reset(seed=0)

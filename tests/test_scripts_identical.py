@@ -30,6 +30,7 @@ DIFFERENT = {
     "Counters": "each domain counts something of its own",
     "train": "how the environments are made",
     "learn": "frames, cuts and hints of the domain",
+    "finish": "each domain has a score of its own",
     "main": "one script can search too",
     "describe": "Mario's minibatches grow",
     "explain": "a game of Mario's may last longer than the probe should",

@@ -113,18 +113,9 @@ class Cage2VecEnv(VectorEnv):
         self.render_mode = render_mode
         self._state_in_info = state_in_info
         self._free_tape = simulator.free_tape(self.num_envs)
-        self._make_views()
         self._needs_reset = True
         self._seeds = [-1] * self.num_envs
         self._seed(simulator.system_seed() if seed is None else seed)
-
-    def _make_views(self) -> None:
-        self._true_state = {name: self._read_only(name) for name in TRUE_STATE}
-        self._draws = self._read_only("draws")
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._make_views()  # a copied or unpickled view is an array of its own
 
     def _read_only(self, name: str) -> np.ndarray:
         field = self._states["sessions" if name == "red_sessions" else name]
@@ -160,7 +151,7 @@ class Cage2VecEnv(VectorEnv):
         episode began. The arrays change with the next step or reset: read them before `step` for the state
         before the action, after it for the state that it led to (a new episode's, where one has ended).
         """
-        return self._true_state
+        return {name: self._read_only(name) for name in TRUE_STATE}
 
     @property
     def draws(self) -> np.ndarray:
@@ -169,7 +160,7 @@ class Cage2VecEnv(VectorEnv):
         Passed to `step(actions, draws=...)` of this or another environment in the same state, they repeat the
         step.
         """
-        return self._draws
+        return self._read_only("draws")
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
