@@ -286,7 +286,6 @@ class WorkerPool:
             by_index = dict(requests)
             parts = [[(i, by_index[i]) for i in worker.env_indices if i in by_index] for worker in workers]
             messages = [reduction.ForkingPickler.dumps((name, part)) for part in parts]
-        self.acted |= requests is None
         deadline = self._deadline()
         for place, worker in enumerate(workers):
             worker.control[COMMAND] = STEP if requests is None else MESSAGE

@@ -357,6 +357,7 @@ class SubprocVecEnv(VectorEnv):
                 raise
             write_tree(part.actions, np.reshape(actions, (-1, 1)), "same_kind")
             requests = list(enumerate(actions, part.rows.start))
+        self._pool.acted = True
         self._begin(name, requests, part_index)
 
     def _end_step(self, part_index: int, name: str, timeout: float | None) -> StepReturn:
