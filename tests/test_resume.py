@@ -502,11 +502,14 @@ def test_a_second_interrupt_stops_at_once(continuous: ModuleType, quiet: None, t
         continuous.compute_gae = stuck
         return continuous.main([*FLAGS.split(), "--logdir", str(logdir), "--total-timesteps", "640"])
 
-    pid = fork(work, tmp_path / "output.txt")
-    wait_until(pid, started.exists, tmp_path / "output.txt")
+    output = tmp_path / "output.txt"
+    pid = fork(work, output)
+    wait_until(pid, started.exists, output)
     os.kill(pid, signal.SIGINT)
+    # The first one waits for the update to be finished. Two that arrive together would be one.
+    wait_until(pid, lambda: "stopping after this update" in output.read_text(), output)
     time.sleep(0.3)
-    assert os.waitpid(pid, os.WNOHANG) == (0, 0)  # the first one waits for the update to be finished
+    assert os.waitpid(pid, os.WNOHANG) == (0, 0)
     os.kill(pid, signal.SIGINT)
     assert wait(pid) != 0
     assert torch.load(logdir / "latest.pt", weights_only=True)["counters"]["update"] == 0

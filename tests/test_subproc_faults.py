@@ -312,7 +312,8 @@ def test_an_exception_is_reported_even_if_another_worker_is_lost(kind: str, text
     envs.step([0, 0])
     envs._pool.step_timeout = 1.0
     envs.step_async([0, 0])
-    time.sleep(0.5)  # by now the exception is there
+    while envs._pool.workers[0 if raises_first else 1].done.get_value() == 0:  # until the exception is there
+        time.sleep(0.01)
     with pytest.raises(ValueError, match=r"step in environment [01] .*the door is stuck") as caught:
         envs.step_wait()
     assert text in str(caught.value.__cause__)
