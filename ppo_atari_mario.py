@@ -655,7 +655,7 @@ def train(args: Args) -> dict[str, Any]:
         args = replace(args, backend=backend)  # a policy belongs to the emulator that it was trained on
     ranks = Ranks(args)
     if ranks.rank == 0 and not (args.resume or is_atari(args)) and "fceumm" not in available_backends():
-        print(f"FCEUmm would emulate several times as fast: {INSTALL['fceumm']}; then add --backend fceumm.")
+        announce(f"FCEUmm would emulate several times as fast: {INSTALL['fceumm']}; then add --backend fceumm.")
     logdir, checkpoint, lock = ranks.run_once(open_run, args)
     with contextlib.ExitStack() as stack:
         if ranks.rank == 0:
@@ -1023,7 +1023,7 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     vec_env.close()
     load_weights(agent, checkpoint, path)
     render_mode = "human" if play_args.render else "rgb_array" if play_args.save_gif else None
-    say: Callable[[str], None] = print if not play_args.quiet else lambda text: None
+    say: Callable[[str], None] = announce if not play_args.quiet else lambda text: None
     folder = Path(play_args.gif_dir or logdir / "gifs") / time.strftime("run_%Y%m%d-%H%M%S")
     if play_args.save_gif:
         folder.mkdir(parents=True, exist_ok=True)  # before a game is played for nothing
@@ -1043,7 +1043,7 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     success_rate = None if is_atari(args) else float(np.mean(successes))
     summary = {"success_rate": success_rate, "mean_return": float(np.mean(returns)),
                "standard_error": error, "returns": returns}  # fmt: skip
-    print(json.dumps(summary))
+    announce(json.dumps(summary))
     return summary
 
 
@@ -1059,7 +1059,7 @@ def curves(curves_args: CurvesArgs) -> None:
     if not (logdir / "progress.csv").is_file() or not read_csv(logdir / "progress.csv"):
         raise UsageError(f"{logdir} has no progress.csv with an update in it.")
     plot_curves(logdir)
-    print(logdir / "curves.png")
+    announce(logdir / "curves.png")
 
 
 # ==========================================================================================================
@@ -1132,10 +1132,13 @@ def save_checkpoint(path: str | Path, state: dict[str, Any]) -> bool:
     return True
 
 
-def announce(message: str) -> None:
-    """Print to standard output, if anybody still listens there: a run outlives the terminal it was started from."""
-    with contextlib.suppress(OSError):
-        print(message, flush=True)
+def announce(message: object, end: str = "\n") -> None:
+    """Print to standard output at once, if anybody still listens there: a run outlives the terminal it began in."""
+    try:
+        print(message, end=end, flush=True)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:  # a closed pipe or terminal; what is still buffered must not fail at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(message: str) -> None:
@@ -1293,13 +1296,12 @@ class Logger:
         """Redraw the live line on a terminal; elsewhere print one every ten seconds."""
         if self.silent:
             return
-        with contextlib.suppress(OSError):  # the terminal or the pipe is gone, or the disk full: the run goes on
-            if sys.stdout.isatty():
-                shown = text if final else text[: shutil.get_terminal_size().columns - 1]  # one row can be redrawn
-                print(f"\r\033[K{shown}", end="\n" if final else "", flush=True)
-            elif final or time.monotonic() > self.last_line + 10:
-                print(text, flush=True)
-                self.last_line = time.monotonic()
+        if sys.stdout.isatty():
+            shown = text if final else text[: shutil.get_terminal_size().columns - 1]  # one row can be redrawn
+            announce(f"\r\033[K{shown}", end="\n" if final else "")
+        elif final or time.monotonic() > self.last_line + 10:
+            announce(text)
+            self.last_line = time.monotonic()
 
 
 def read_csv(path: Path) -> dict[str, np.ndarray]:
@@ -1779,9 +1781,9 @@ def explain(args: Args) -> dict[str, Any]:
         if result["signal"]:
             return result
         sps = read_csv(Path(scratch) / "run" / "timing.csv")["time/sps"][-1]
-    print(output.getvalue().partition(", folder")[0].replace(": 3 updates", f": {args.num_updates} updates"))
+    announce(output.getvalue().partition(", folder")[0].replace(": 3 updates", f": {args.num_updates} updates"))
     minutes = args.num_updates * args.batch_size / sps / 60
-    print(f"{sps:,.0f} steps/s in a probe: about {minutes:.1f} minutes without the evaluations")
+    announce(f"{sps:,.0f} steps/s in a probe: about {minutes:.1f} minutes without the evaluations")
     return result
 
 

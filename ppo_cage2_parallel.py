@@ -1233,9 +1233,9 @@ def explore(args: SearchArgs, base: Args, logdir: Path, known: dict[str, Any], i
         if tried is not None:
             history.append(tried)
             save()
-            print(f"{len(history):>3} {summary_of(tried)} after {tried['steps']:,} steps", flush=True)
+            announce(f"{len(history):>3} {summary_of(tried)} after {tried['steps']:,} steps")
     if interrupt.signum:
-        print(f"The search has stopped; continue it with search --resume --logdir {logdir}")
+        announce(f"The search has stopped; continue it with search --resume --logdir {logdir}")
         return interrupt.signum
     with open(logdir / "search.csv", "w", newline="") as stream:
         writer = csv.DictWriter(stream, history[-1], extrasaction="ignore", lineterminator="\n")
@@ -1244,12 +1244,12 @@ def explore(args: SearchArgs, base: Args, logdir: Path, known: dict[str, Any], i
     plot_search(args, history, baseline, logdir / "search.png")
     if baseline is not None:
         different = ", ".join(f"{flag(name)} {value}" for name, value in baseline["trained_with"].items())
-        print(f"\nWithout a workflow: return {baseline['mean_return']:.2f} +- {baseline['standard_error']:.2f}"
+        announce(f"\nWithout a workflow: return {baseline['mean_return']:.2f} +- {baseline['standard_error']:.2f}"
               f"{f' (trained with {different})' if different else ''}")  # fmt: skip
     best = sorted(accepted(args, history), key=lambda record: -record["mean_return"])[:5]
-    print("\nThe five best" if best else "\nNo order tried was complied with: see --compliance-threshold")
+    announce("\nThe five best" if best else "\nNo order tried was complied with: see --compliance-threshold")
     for record in best:
-        print(f"{summary_of(record)}, {checkpoint_of(record, logdir)}")
+        announce(f"{summary_of(record)}, {checkpoint_of(record, logdir)}")
     return None
 
 
@@ -1449,17 +1449,17 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
             if len(record["red_action"]):
                 red_actions.update(f"{red}: {action}" for action in record["red_action"][:, wanted].flat)
             if play_args.render:
-                print("\n\n".join(record["frames"]))
+                announce("\n\n".join(record["frames"]))
             if play_args.save_gif:
                 gif = folder / f"{red}_{done + 1:03d}_return_{record['rewards'].sum():.1f}.gif"
                 save_gif(list(record["frames"]), gif, play_args.gif_fps)
-                print(gif)
+                announce(gif)
         vec_env.close()
     summary = report(rewards, blue_actions, red_actions, fixes, prefix_returns(rewards, args.finite_horizon))
     if play_args.save_heatmap:
         plot_actions(blue_actions / len(summary["returns"]), logdir / "actions.png")
-        print(logdir / "actions.png")
-    print(json.dumps(summary))
+        announce(logdir / "actions.png")
+    announce(json.dumps(summary))
     return summary
 
 
@@ -1476,12 +1476,12 @@ def report(
     everything = [value for values in returns.values() for value in values]
     for red, values in returns.items():
         for i, value in enumerate(values[:20]):
-            print(f"{red} episode {i + 1}: return {value:.1f}, {len(blue_actions)} steps")
-    print(f"\nBlue, actions per episode\n{action_table(blue_actions.sum(0) / len(everything))}")
+            announce(f"{red} episode {i + 1}: return {value:.1f}, {len(blue_actions)} steps")
+    announce(f"\nBlue, actions per episode\n{action_table(blue_actions.sum(0) / len(everything))}")
     if red_actions:
-        print("\nRed, actions in all episodes (the 20 most frequent)")
-        print("\n".join(f"{count:>8} {action}" for action, count in red_actions.most_common(20)))
-    print("\n" + "\n".join(f"{name:<12} {mean:>8.2f} +- {error:.2f}" for name, (mean, error) in cells.items()))
+        announce("\nRed, actions in all episodes (the 20 most frequent)")
+        announce("\n".join(f"{count:>8} {action}" for action, count in red_actions.most_common(20)))
+    announce("\n" + "\n".join(f"{name:<12} {mean:>8.2f} +- {error:.2f}" for name, (mean, error) in cells.items()))
     error = stratified_error(np.stack([part.sum(0) for part in rewards.values()]))
     verdicts = fix_metrics(np.array(fixes)) if fixes else {}
     return {"mean_return": float(np.mean(everything)), "standard_error": None if math.isnan(error) else error,
@@ -1530,7 +1530,7 @@ def curves(curves_args: CurvesArgs) -> None:
     if not (logdir / "progress.csv").is_file() or not read_csv(logdir / "progress.csv"):
         raise UsageError(f"{logdir} has no progress.csv with an update in it.")
     plot_curves(logdir)
-    print(logdir / "curves.png")
+    announce(logdir / "curves.png")
 
 
 # ==========================================================================================================
@@ -1603,10 +1603,13 @@ def save_checkpoint(path: str | Path, state: dict[str, Any]) -> bool:
     return True
 
 
-def announce(message: str) -> None:
-    """Print to standard output, if anybody still listens there: a run outlives the terminal it was started from."""
-    with contextlib.suppress(OSError):
-        print(message, flush=True)
+def announce(message: object, end: str = "\n") -> None:
+    """Print to standard output at once, if anybody still listens there: a run outlives the terminal it began in."""
+    try:
+        print(message, end=end, flush=True)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:  # a closed pipe or terminal; what is still buffered must not fail at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(message: str) -> None:
@@ -1769,13 +1772,12 @@ class Logger:
         """Redraw the live line on a terminal; elsewhere print one every ten seconds."""
         if self.silent:
             return
-        with contextlib.suppress(OSError):  # the terminal or the pipe is gone, or the disk full: the run goes on
-            if sys.stdout.isatty():
-                shown = text if final else text[: shutil.get_terminal_size().columns - 1]  # one row can be redrawn
-                print(f"\r\033[K{shown}", end="\n" if final else "", flush=True)
-            elif final or time.monotonic() > self.last_line + 10:
-                print(text, flush=True)
-                self.last_line = time.monotonic()
+        if sys.stdout.isatty():
+            shown = text if final else text[: shutil.get_terminal_size().columns - 1]  # one row can be redrawn
+            announce(f"\r\033[K{shown}", end="\n" if final else "")
+        elif final or time.monotonic() > self.last_line + 10:
+            announce(text)
+            self.last_line = time.monotonic()
 
 
 def read_csv(path: Path) -> dict[str, np.ndarray]:
@@ -2241,9 +2243,9 @@ def explain(args: Args) -> dict[str, Any]:
         if result["signal"]:
             return result
         sps = read_csv(Path(scratch) / "run" / "timing.csv")["time/sps"][-1]
-    print(output.getvalue().partition(", folder")[0].replace(": 3 updates", f": {args.num_updates} updates"))
+    announce(output.getvalue().partition(", folder")[0].replace(": 3 updates", f": {args.num_updates} updates"))
     minutes = args.num_updates * args.batch_size / sps / 60
-    print(f"{sps:,.0f} steps/s in a probe: about {minutes:.1f} minutes without the evaluations")
+    announce(f"{sps:,.0f} steps/s in a probe: about {minutes:.1f} minutes without the evaluations")
     return result
 
 

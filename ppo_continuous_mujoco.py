@@ -1002,14 +1002,14 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
         seed = play_args.seed + i
         episode = evaluate(agent, args, statistics, not play_args.stochastic, seed, render_mode)
         returns.append(episode["mean_return"])
-        print(f"episode {i + 1}: return {returns[-1]:.2f}, {episode['lengths'][0]} steps")
+        announce(f"episode {i + 1}: return {returns[-1]:.2f}, {episode['lengths'][0]} steps")
         if play_args.save_gif:
             gif = folder / f"episode_{i + 1:03d}_return_{returns[-1]:.0f}_steps_{episode['lengths'][0]}.gif"
             save_gif(episode["frames"], gif, play_args.gif_fps)
-            print(f"  {gif}")
+            announce(f"  {gif}")
     error = float(np.std(returns, ddof=1) / math.sqrt(len(returns))) if len(returns) > 1 else None
     summary = {"mean_return": float(np.mean(returns)), "standard_error": error, "returns": returns}
-    print(json.dumps(summary))
+    announce(json.dumps(summary))
     return summary
 
 
@@ -1025,7 +1025,7 @@ def curves(curves_args: CurvesArgs) -> None:
     if not (logdir / "progress.csv").is_file() or not read_csv(logdir / "progress.csv"):
         raise UsageError(f"{logdir} has no progress.csv with an update in it.")
     plot_curves(logdir)
-    print(logdir / "curves.png")
+    announce(logdir / "curves.png")
 
 
 # ==========================================================================================================
@@ -1098,10 +1098,13 @@ def save_checkpoint(path: str | Path, state: dict[str, Any]) -> bool:
     return True
 
 
-def announce(message: str) -> None:
-    """Print to standard output, if anybody still listens there: a run outlives the terminal it was started from."""
-    with contextlib.suppress(OSError):
-        print(message, flush=True)
+def announce(message: object, end: str = "\n") -> None:
+    """Print to standard output at once, if anybody still listens there: a run outlives the terminal it began in."""
+    try:
+        print(message, end=end, flush=True)
+    except OSError as error:
+        if error.errno != errno.ENOSPC:  # a closed pipe or terminal; what is still buffered must not fail at the end
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def complain(message: str) -> None:
@@ -1259,13 +1262,12 @@ class Logger:
         """Redraw the live line on a terminal; elsewhere print one every ten seconds."""
         if self.silent:
             return
-        with contextlib.suppress(OSError):  # the terminal or the pipe is gone, or the disk full: the run goes on
-            if sys.stdout.isatty():
-                shown = text if final else text[: shutil.get_terminal_size().columns - 1]  # one row can be redrawn
-                print(f"\r\033[K{shown}", end="\n" if final else "", flush=True)
-            elif final or time.monotonic() > self.last_line + 10:
-                print(text, flush=True)
-                self.last_line = time.monotonic()
+        if sys.stdout.isatty():
+            shown = text if final else text[: shutil.get_terminal_size().columns - 1]  # one row can be redrawn
+            announce(f"\r\033[K{shown}", end="\n" if final else "")
+        elif final or time.monotonic() > self.last_line + 10:
+            announce(text)
+            self.last_line = time.monotonic()
 
 
 def read_csv(path: Path) -> dict[str, np.ndarray]:
@@ -1755,9 +1757,9 @@ def explain(args: Args) -> dict[str, Any]:
         if result["signal"]:
             return result
         sps = read_csv(Path(scratch) / "run" / "timing.csv")["time/sps"][-1]
-    print(output.getvalue().partition(", folder")[0].replace(": 3 updates", f": {args.num_updates} updates"))
+    announce(output.getvalue().partition(", folder")[0].replace(": 3 updates", f": {args.num_updates} updates"))
     minutes = args.num_updates * args.batch_size / sps / 60
-    print(f"{sps:,.0f} steps/s in a probe: about {minutes:.1f} minutes without the evaluations")
+    announce(f"{sps:,.0f} steps/s in a probe: about {minutes:.1f} minutes without the evaluations")
     return result
 
 
