@@ -93,8 +93,8 @@ class Args:
     compile: bool = False
     """torch.compile the gradient: no gain for convolutions on a CPU"""
     amp: bool = torch.cpu._is_avx512_bf16_supported()
-    """compute the networks in bfloat16: 1.6 to 2.2 times as fast on a CPU that has it (avx512_bf16), which is the
-    default there, and 2.3 times as slow on one that has not"""
+    """compute the networks in bfloat16: training is 1.1 to 1.2 times as fast on a CPU that has it (avx512_bf16), the
+    default there, and the networks are 2.3 times as slow on one that has not"""
     eval_every: int = 100_000
     """environment steps between evaluations; 0: only at the end"""
     eval_episodes: int = 10

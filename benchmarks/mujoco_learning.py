@@ -26,6 +26,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -159,7 +160,7 @@ def report(steps: int, folder: Path = RESULTS) -> None:
     everything = {task: result for task, result in everything.items() if result["seeds"] or result["sb3_seeds"]}
     tasks = {task: result for task, result in everything.items() if result["seeds"]}
     with_sb3 = any(result["sb3_seeds"] for result in tasks.values())
-    rows = []
+    rows, ends = [], (itemgetter(-1), max)
     for task, result in tasks.items():
         preset, published, source = TASKS[task]
         runs = list(result["seeds"].values())
@@ -167,16 +168,16 @@ def report(steps: int, folder: Path = RESULTS) -> None:
         best = np.array([max(run["evaluations"]["mean_return"]) for run in runs])
         interval = with_interval(statistics_of(final), "interquartile_mean") if len(runs) >= 3 else ""
         cpu = [run["cpu_seconds"] for run in runs if run["cpu_seconds"]]
-        peers = [run["evaluations"]["mean_return"][-1] for run in result["sb3_seeds"].values()]
+        peers = [run["evaluations"]["mean_return"] for run in result["sb3_seeds"].values()]
         rows.append([
             task, preset, ", ".join(result["seeds"]), number(final.mean()), interval, ", ".join(map(number, final)),
             number(best.mean()), f"{number(published)} ({source})" if source else "",
             f"{np.median([run['seconds'] for run in runs]):.0f}", f"{np.median(cpu):.0f}" if cpu else "",
-            *([", ".join(map(number, peers))] if with_sb3 else []),
+            *([", ".join(number(end(curve)) for curve in peers) for end in ends] if with_sb3 else []),
         ])  # fmt: skip
     header = ["task", "preset", "seeds", "final, mean", "interquartile mean (95 %)", "final, each seed",
               "best in training, mean", "published at 1 M", "seconds", "CPU seconds",
-              *(["SB3 here, each seed"] if with_sb3 else [])]  # fmt: skip
+              *(["SB3 here, final, each seed", "best in its training, each seed"] if with_sb3 else [])]  # fmt: skip
     sb3 = (
         "SB3 has the parameters that its Zoo tuned (`benchmarks/sb3_zoo.py`; Humanoid's and HumanoidStandup's were "
         "tuned for ten times the steps, Ant's and Pusher's are SB3's defaults), the same steps and the same ten "
