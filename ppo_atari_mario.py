@@ -54,7 +54,6 @@ import tyro
 from gymnasium.vector import AutoresetMode, VectorEnv
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch.distributed.elastic.multiprocessing.errors import record as report_errors
-from torch.optim.adam import adam
 from torch.utils.tensorboard import SummaryWriter
 
 from envs.atari import AtariError, AtariGame
@@ -439,9 +438,9 @@ def adam_step(
     """Clip the gradient of each of `agent.parameter_groups(args)`, one vector, to `args.max_grad_norm` and take a step
     of Adam (Kingma and Ba 2015), in place.
 
-    `moments` holds, for each of them, the running means of gradient and squared gradient, and the number of steps. This
-    is torch's Adam in the functional form that the compiler sees through; its class costs 90 us of Python a step.
-    A gradient that is not finite changes no weight. Returns the norm of all gradients before clipping, (1,).
+    `moments` holds, for each of them, the running means of gradient and squared gradient, and the number of steps. A
+    gradient that is not finite changes no weight. Returns the norm of all gradients before clipping, (1,). It is
+    written out because torch's classes cost Python time in each step and its functions do not compile for a GPU.
     """
     norms = [torch.linalg.vector_norm(gradient) for gradient in gradients]
     for vector, gradient, norm, (mean, square, step), rate in zip(
@@ -450,10 +449,14 @@ def adam_step(
         finite = torch.isfinite(norm)
         if args.max_grad_norm is not None:  # detail 11
             gradient = gradient * (args.max_grad_norm / norm).clamp(max=1.0)
-        adam([vector], [torch.where(finite, gradient, 0.0)], [mean], [square], [], [step],
-             lr=torch.where(finite, rate, 0.0), beta1=0.9, beta2=0.999, eps=1e-5, weight_decay=0.0, amsgrad=False,
-             maximize=False, fused=not torch.compiler.is_compiling())  # fmt: skip  # detail 3
-    return torch.linalg.vector_norm(torch.stack(norms))[None]
+        gradient, rate = torch.where(finite, gradient, 0.0), torch.where(finite, rate, 0.0)
+        step += 1
+        mean += (1 - 0.9) * (gradient - mean)
+        square += (1 - 0.999) * (gradient**2 - square)
+        # Both means began at 0; their corrections are single numbers (end of the paper's section 2).
+        correction = (1 - 0.999**step).sqrt()
+        vector -= rate * correction / (1 - 0.9**step) * mean / (square.sqrt() + 1e-5 * correction)  # detail 3
+    return torch.linalg.vector_norm(torch.stack(norms)).reshape(1)
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
@@ -660,7 +663,7 @@ def train(args: Args) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         if ranks.rank == 0:
             stack.callback(os.close, lock)
-        stack.callback(ranks.close)
+        stack.push(ranks.close)
         vec_env: Any = stack.enter_context(contextlib.closing(make_envs(ranks.share(args))))
         interrupt = Interrupt()
         stack.callback(interrupt.restore)
@@ -680,6 +683,8 @@ def learn(
     keep_freed_memory()
     torch.use_deterministic_algorithms(args.torch_deterministic)
     device, num_steps, num_envs = ranks.device, args.num_steps, vec_env.num_envs
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # or each rank would take memory of the first GPU, too
     first_env = ranks.rank * num_envs  # this rank steps environments first_env to first_env + num_envs - 1
     postmortem = logdir / (f"postmortem_{ranks.rank}.npz" if ranks.rank else "postmortem.npz")
 
@@ -721,14 +726,14 @@ def learn(
         own = checkpoint["ranks"][ranks.rank]
         vec_env.set_state(to_arrays(own["envs"]))
         env_obs, episode_returns, episode_lengths = to_arrays(own["episodes"])
-        set_random_states(own["random"])
+        set_random_states(own["random"], device)
         announce(f"continuing after step {counters.global_step:,}")
     next_obs = torch.as_tensor(env_obs, device=device)
     take_steps = make_take_steps(agent, parameters, moments, rates, ranks, loss_args)
 
     def save(name: str) -> bool:
         """Write everything that the rest of the run depends on; False if the disk refused."""
-        own = {"random": random_states(), "envs": vec_env.get_state(),
+        own = {"random": random_states(device), "envs": vec_env.get_state(),
                "episodes": [env_obs, episode_returns, episode_lengths]}  # fmt: skip
         state = {"format": FORMAT, "args": asdict(args), "counters": asdict(counters), "agent": agent.state_dict(),
                  "optimizer": moments, "ranks": ranks.gather_objects(own)}  # fmt: skip
@@ -1085,20 +1090,19 @@ def to_arrays(state: Any) -> Any:
     return state.cpu().numpy() if isinstance(state, torch.Tensor) else state
 
 
-def random_states() -> dict[str, Any]:
-    """The states of all global random generators."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+def random_states(device: torch.device) -> dict[str, Any]:
+    """The states of all global random generators; of GPUs, only that of the run's own `device`."""
+    cuda: Any = torch.cuda.get_rng_state(device) if device.type == "cuda" else []
     numpy_state = np.random.get_state(legacy=False)
     return {"python": random.getstate(), "numpy": numpy_state, "torch": torch.get_rng_state(), "cuda": cuda}
 
 
-def set_random_states(states: dict[str, Any]) -> None:
+def set_random_states(states: dict[str, Any], device: torch.device) -> None:
     random.setstate(states["python"])
     np.random.set_state(to_arrays(states["numpy"]))
-    torch.set_rng_state(states["torch"].cpu())
-    if torch.cuda.is_available() and states["cuda"]:
-        # as many as there are: the run may go on with fewer GPUs
-        torch.cuda.set_rng_state_all([state.cpu() for state in states["cuda"][: torch.cuda.device_count()]])
+    torch.set_rng_state(states["torch"])
+    if device.type == "cuda" and len(states["cuda"]):  # a run that began on a CPU has none
+        torch.cuda.set_rng_state(states["cuda"], device)
 
 
 def save_checkpoint(path: str | Path, state: dict[str, Any]) -> bool:
@@ -1157,9 +1161,9 @@ def outlive_disk_errors(path: Path) -> Iterator[None]:
         complain(f"warning: {path} was not written ({reason}); the run goes on.")
 
 
-def load_checkpoint(path: str | Path, device: str = "cpu") -> dict[str, Any]:
-    """Read a checkpoint; nothing in the file is executed. Raises UsageError if it is missing, damaged, not a
-    checkpoint, or of another script or format."""
+def load_checkpoint(path: str | Path) -> dict[str, Any]:
+    """Read a checkpoint, its tensors to the CPU; nothing in the file is executed. Raises UsageError if it is missing,
+    damaged, not a checkpoint, or of another script or format."""
     path = Path(path)
     if not path.is_file():
         raise DamagedError(f"There is no checkpoint {path}.")
@@ -1168,7 +1172,7 @@ def load_checkpoint(path: str | Path, device: str = "cpu") -> dict[str, Any]:
             damaged_part = archive.testzip()  # torch writes checksums but does not look at them
         if damaged_part is not None:
             raise zipfile.BadZipFile(f"wrong checksum of {damaged_part}")
-        state = torch.load(path, map_location=device, weights_only=True)
+        state = torch.load(path, map_location="cpu", weights_only=True)
     except PermissionError:
         raise UsageError(f"The checkpoint {path} may not be read by this user.") from None
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
@@ -1188,18 +1192,18 @@ def load_weights(agent: Agent, checkpoint: dict[str, Any], path: Path) -> None:
         raise UsageError(f"{path} holds a policy of other inputs, actions or layers ({reason}).") from None
 
 
-def load_latest(logdir: Path, device: str, repair: bool = False) -> dict[str, Any]:
+def load_latest(logdir: Path, repair: bool = False) -> dict[str, Any]:
     """The checkpoint to resume from: latest.pt or, if that is damaged, latest.prev.pt.
 
     With `repair`, for which one must hold the folder's lock, the good file is copied over the damaged one: the next
     save would otherwise keep the damaged one as latest.prev.pt and lose the good one.
     """
     try:
-        return load_checkpoint(logdir / "latest.pt", device)
+        return load_checkpoint(logdir / "latest.pt")
     except DamagedError as error:
         if not (logdir / "latest.prev.pt").is_file():
             raise
-        checkpoint = load_checkpoint(logdir / "latest.prev.pt", device)
+        checkpoint = load_checkpoint(logdir / "latest.prev.pt")
         if repair:
             complain(f"warning: {error} Falling back to latest.prev.pt.")
             shutil.copyfile(logdir / "latest.prev.pt", logdir / "latest.tmp")
@@ -1462,8 +1466,9 @@ class Ranks:
             for x, mean in zip(tensors, (flat / self.size).split([x.numel() for x in tensors]), strict=True):
                 x.copy_(mean.view_as(x))
 
-    def close(self) -> None:
-        if self.size > 1:
+    def close(self, error: type[BaseException] | None = None, *_: Any) -> None:
+        """Leave the group; after an error simply end, since nccl would wait for the others, and they for this rank."""
+        if self.size > 1 and error is None:
             dist.destroy_process_group()
 
 
@@ -1574,7 +1579,7 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, int]:
             lock = lock_folder(logdir)
             undo.callback(os.close, lock)
             # Read only now: whoever else was in the folder may have written a newer one.
-            checkpoint = load_latest(logdir, args.device, repair=True) if args.resume else None
+            checkpoint = load_latest(logdir, repair=True) if args.resume else None
             if checkpoint is not None:
                 keep_best(logdir, checkpoint)
             check_continuation(args, logdir, checkpoint)
@@ -1727,13 +1732,14 @@ def check_ranges(args: Args) -> None:
             f"--num-envs {args.num_envs} and minibatches of {args.minibatch_size} cannot be split evenly over {ranks} "
             "processes."
         )
-    devices = ["cpu", *["cuda"] * torch.cuda.is_available(), *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
-    if args.device not in devices:
-        raise UsageError(f"--device {args.device} is not available here; use {' or '.join(devices)}.")
-    gpus = torch.cuda.device_count() if args.device == "cuda" else 1
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if args.device != "cpu" and local_ranks > gpus:
-        raise UsageError(f"--device {args.device} has {gpus} GPU for {local_ranks} processes; each needs its own.")
+    if args.device != "cpu":
+        gpus = [f"cuda:{i}" for i in range(torch.cuda.device_count())]
+        devices = ["cpu", *["cuda"] * bool(gpus), *gpus]
+        if args.device not in devices:
+            raise UsageError(f"--device {args.device} is not available here; use {' or '.join(devices)}.")
+        own, local_ranks = len(gpus) if args.device == "cuda" else 1, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        if local_ranks > own:
+            raise UsageError(f"--device {args.device} has {own} GPU for {local_ranks} processes; each needs its own.")
 
 
 def validate(args: Args) -> None:
@@ -1807,7 +1813,7 @@ def parse_args(argv: list[str]) -> Args:
     description = f"{__doc__}\n--configs NAME ... takes presets, in layers: {', '.join(PRESETS)}. Flags win over them."
     args = tyro.cli(Args, args=argv, default=Args(**values), description=description)
     if args.resume and args.logdir is not None:
-        saved = load_latest(Path(args.logdir), "cpu")["args"]
+        saved = load_latest(Path(args.logdir))["args"]
         # Presets named once more must agree with the run. What a resumed run may change is set by flags alone.
         values = {name: value for name, value in values.items() if name not in RESUMABLE}
         args = tyro.cli(Args, args=argv, default=known_args(saved | values))

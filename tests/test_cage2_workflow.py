@@ -703,7 +703,7 @@ def test_a_search_killed_in_the_middle_of_an_order_goes_on_and_ends_alike(
     # The first order saves six times, so this is in the middle of the second one's training.
     assert wait(fork(killed_after_saves(cage2, 9, work(broken)), tmp_path / "out")) == -signal.SIGKILL
     (second,) = broken.glob("002_*")
-    assert 0 < cage2.load_latest(second, "cpu")["counters"]["global_step"] < 960
+    assert 0 < cage2.load_latest(second)["counters"]["global_step"] < 960
     assert len(json.loads((broken / "history.json").read_text())["history"]) == 1
     moved = tmp_path / "moved"  # what the order began from was stored with the old name
     broken.rename(moved)
@@ -735,13 +735,13 @@ def test_a_signal_ends_a_search_in_the_middle_of_an_order_and_it_can_go_on(
     assert "Traceback" not in text
     assert json.loads((logdir / "history.json").read_text())["history"] == []  # the order is not done
     (order,) = logdir.glob("001_*")
-    updates = cage2.load_latest(order, "cpu")["counters"]["update"]
+    updates = cage2.load_latest(order)["counters"]["update"]
     assert updates == rows(order) >= 1
     pid = fork(lambda: cage2.main(["search", "--resume", "--logdir", str(logdir)]), output)
     wait_until(pid, lambda: rows(order) > updates, output)
     os.kill(pid, signum)
     assert wait(pid) == code
-    assert cage2.load_latest(order, "cpu")["counters"]["update"] > updates
+    assert cage2.load_latest(order)["counters"]["update"] > updates
 
 
 def test_a_signal_after_an_orders_training_ends_the_search_with_that_order_done(

@@ -168,14 +168,14 @@ def test_a_damaged_latest_falls_back_to_the_one_before(
         script.save_checkpoint(tmp_path / "latest.pt", state_of(script, number))
     latest = tmp_path / "latest.pt"
     latest.write_bytes(latest.read_bytes()[:500])
-    assert script.load_latest(tmp_path, "cpu")["number"] == 1
+    assert script.load_latest(tmp_path)["number"] == 1
     assert capsys.readouterr().err == ""  # who only reads says nothing and changes nothing
     assert latest.stat().st_size == 500
     latest.unlink()
-    assert script.load_latest(tmp_path, "cpu")["number"] == 1
+    assert script.load_latest(tmp_path)["number"] == 1
     (tmp_path / "latest.prev.pt").write_bytes(b"")
     with pytest.raises(script.UsageError, match="damaged"):
-        script.load_latest(tmp_path, "cpu")
+        script.load_latest(tmp_path)
 
 
 def test_the_save_after_a_fallback_leaves_the_good_checkpoint_alone(
@@ -184,7 +184,7 @@ def test_the_save_after_a_fallback_leaves_the_good_checkpoint_alone(
     for number in range(3):
         script.save_checkpoint(tmp_path / "latest.pt", state_of(script, number))
     (tmp_path / "latest.pt").write_bytes(b"torn")
-    assert script.load_latest(tmp_path, "cpu", repair=True)["number"] == 1
+    assert script.load_latest(tmp_path, repair=True)["number"] == 1
     assert "Falling back to latest.prev.pt" in capsys.readouterr().err
     script.save_checkpoint(tmp_path / "latest.pt", state_of(script, 7))
     saved = [script.load_checkpoint(tmp_path / name)["number"] for name in ("latest.prev.pt", "latest.pt")]
@@ -377,13 +377,16 @@ def test_a_row_that_was_cut_off_is_not_read(script: ModuleType, tmp_path: Path) 
     assert script.read_csv(tmp_path / "eval.csv")["y"].tolist() == [2]
 
 
-def test_a_run_goes_on_where_there_are_fewer_gpus(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    states, restored = script.random_states() | {"cuda": [torch.zeros(2), torch.ones(2)]}, []
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setattr(torch.cuda, "set_rng_state_all", restored.extend)
-    script.set_random_states(states)
-    assert [state.tolist() for state in restored] == [[0, 0]]
+def test_a_run_on_a_gpu_keeps_the_random_state_of_its_own(script: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu, restored = torch.device("cpu"), torch.device("cuda", 1), []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.tensor([device.index, 7]))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: restored.append((state.tolist(), device)))
+    of_gpu, of_cpu = script.to_tensors(script.random_states(gpu)), script.to_tensors(script.random_states(cpu))
+    for states, device in ((of_gpu, gpu), (of_gpu, cpu), (of_cpu, gpu), (of_cpu, cpu)):
+        torch.rand(3)
+        script.set_random_states(states, device)
+        assert torch.equal(torch.get_rng_state(), states["torch"])
+    assert restored == [([1, 7], gpu)]
 
 
 def test_a_machine_without_git_can_train(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,7 +466,7 @@ def test_only_a_damaged_checkpoint_makes_way_for_the_one_before(script: ModuleTy
     torch.save({"format": script.FORMAT, "args": {}}, tmp_path / "latest.prev.pt")
     torch.save({"format": "another/1"}, tmp_path / "latest.pt")
     with pytest.raises(script.UsageError, match="holds another/1"):
-        script.load_latest(tmp_path, "cpu")
+        script.load_latest(tmp_path)
 
 
 def test_weights_of_another_network_are_refused_in_one_sentence(script: ModuleType, tmp_path: Path) -> None:
@@ -744,7 +747,6 @@ def test_before_the_first_evaluation_play_names_the_latest_checkpoint(
 def test_processes_that_would_share_a_gpu_are_refused(
     script: ModuleType, monkeypatch: pytest.MonkeyPatch, device: str
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     args = script.Args(device=device)
     script.validate(args)

@@ -79,7 +79,7 @@ class Cage2VecEnv(VectorEnv):
         wrapper: "challenge", the official observation, or "cardiff", that of the winner's repository.
         max_steps: episode length.
         seed: environment n starts on the random stream of seed + n; None seeds from the operating system.
-        state_in_info: put `describe`'s account of the true state in every info (a microsecond each of 1,024; for people).
+        state_in_info: put `describe`'s account of the true state in every info (for people; it takes time).
         render_mode: what `render` returns for each environment: "ansi" text or "rgb_array" picture.
 
     Raises ValueError, in one sentence, on a setting, action, seed or state out of its range.
