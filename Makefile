@@ -40,18 +40,18 @@ clean:
 NES_PY := $(abspath $(VENV))/nes_py
 nes_py_flags = -O3 -fwrapv -DNDEBUG -flto=auto -fno-semantic-interposition -frecord-gcc-switches -fprofile-$(1)
 compile_nes_py = CFLAGS="$(nes_py_flags)" CXXFLAGS="$(nes_py_flags)" LDFLAGS="$(nes_py_flags)" \
-	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps $(NES_PY)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps "$(NES_PY)"
 nes_py: $(VENV)/.ready  ## nes-py 8 (Python 3.11, 3.12; GCC) optimised for Mario, nearly twice as fast as the one that pip builds
 	@$(BIN)/python -c "import sys; sys.version_info < (3, 13) or sys.exit('nes-py 9, for Python 3.13 and later, comes compiled')"
-	rm -rf $(NES_PY) && mkdir $(NES_PY)
-	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --no-binary nes-py --dest $(NES_PY) nes-py==8.2.1
-	tar -xzf $(NES_PY)/*.tar.gz --strip-components=1 -C $(NES_PY)
-	$(call compile_nes_py,generate) --target $(NES_PY)/profiled
-	PYTHONPATH=$(NES_PY)/profiled $(BIN)/python -c "from envs.nes_core import make_core; core = make_core('nes_py'); core.power_on(); \
+	rm -rf "$(NES_PY)" && mkdir "$(NES_PY)"
+	$(BIN)/pip download --quiet --disable-pip-version-check --no-deps --no-binary nes-py --dest "$(NES_PY)" nes-py==8.2.1
+	tar -xzf "$(NES_PY)"/*.tar.gz --strip-components=1 -C "$(NES_PY)"
+	$(call compile_nes_py,generate) --target "$(NES_PY)/profiled"
+	PYTHONPATH="$(NES_PY)/profiled" $(BIN)/python -c "from envs.nes_core import make_core; core = make_core('nes_py'); core.power_on(); \
 	[core.step(8 * (i % 20 < 5) if i < 120 else 129 - (i % 40 < 9)) for i in range(2000)]"
-	find $(NES_PY)/build -name '*.o' -delete && rm -rf $(NES_PY)/build/lib*
+	find "$(NES_PY)/build" -name '*.o' -delete && rm -rf "$(NES_PY)"/build/lib*
 	$(call compile_nes_py,use) --force-reinstall
-	rm -rf $(NES_PY)
+	rm -rf "$(NES_PY)"
 
 fceumm: $(VENV)/.ready  ## the faster Mario emulator; --no-deps because its pyglet differs from nes-py's, and neither is used
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps stable-retro==1.0.1

@@ -91,7 +91,7 @@ class Args:
     """ask torch for deterministic algorithms, so that equal seeds give equal runs"""
     compile: bool = False
     """torch.compile the gradient: no gain for convolutions on a CPU"""
-    amp: bool = torch.cpu._is_avx512_bf16_supported()
+    amp: bool = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
     """compute the networks in bfloat16: training is 1.1 to 1.2 times as fast on a CPU that has it (avx512_bf16), the
     default there, and the networks are 2.3 times as slow on one that has not"""
     eval_every: int = 100_000

@@ -578,20 +578,19 @@ def test_advantages_are_normalized_over_the_scope(
 
 @pytest.fixture
 def steps_taken(continuous: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[list[tuple[float, torch.Tensor]]]:
-    """(learning rate, gradient) of each network at every optimiser step."""
+    """(learning rate, clipped gradient) of each network at every optimiser step."""
     record: list[list[tuple[float, torch.Tensor]]] = []
-    adam_step, adam = continuous.adam_step, continuous.adam
+    adam_step = continuous.adam_step
 
-    def recorded_step(*args: Any) -> Any:
-        record.append([])
-        return adam_step(*args)
+    def recorded(parameters: Any, gradients: Any, moments: Any, rates: Any, args: Any) -> Any:
+        before = [mean.clone() for mean, _, _ in moments]
+        norm = adam_step(parameters, gradients, moments, rates, args)
+        # what the running mean, of which a tenth is new, has taken in
+        clipped = [old + (mean - old) / 0.1 for old, (mean, _, _) in zip(before, moments, strict=True)]
+        record.append(list(zip(map(float, rates), clipped, strict=True)))
+        return norm
 
-    def recorded_adam(networks: Any, gradients: Any, *args: Any, lr: Any, **settings: Any) -> None:
-        record[-1].append((float(lr), gradients[0].clone()))
-        adam(networks, gradients, *args, lr=lr, **settings)
-
-    monkeypatch.setattr(continuous, "adam_step", recorded_step)
-    monkeypatch.setattr(continuous, "adam", recorded_adam)
+    monkeypatch.setattr(continuous, "adam_step", recorded)
     return record
 
 
