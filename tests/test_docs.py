@@ -173,7 +173,7 @@ def test_every_detail_is_used_or_says_why_not() -> None:
 
 
 PROGRAMS = "python|pytest|make|torchrun|cp|diff|pip|tensorboard"
-COPIES = {"my_idea.py", "my_copy.py"}  # of a script, as the pages call them
+COPIES = {"my_idea.py", "my_copy.py", "cartpole.py"}  # of the first script, as the pages call them
 
 
 def commands(page: Path) -> list[list[str]]:
