@@ -1734,6 +1734,7 @@ def check_environment(args: Args) -> None:
 
 def check_pictures(args: Args) -> None:
     """Raise UsageError if the environment draws no pictures, or this machine cannot."""
+    importlib.import_module("torch._dynamo")  # its LLVM, in triton, crashes if that of Mesa's graphics was there before
     try:
         vec_env = make_envs(replace(args, num_envs=1), training=False, render_mode="rgb_array")
         vec_env.reset()
