@@ -603,17 +603,37 @@ def crossed(step: int, advance: int, every: int) -> bool:
     return every > 0 and step // every > (step - advance) // every
 
 
-def compiler(args: Args, device: torch.device) -> Any:
-    """What turns a function into its compiled form; it changes nothing without --compile or a C++ compiler."""
-    found = any(map(shutil.which, ("c++", "g++", "clang++")))
-    if args.compile and not found:
-        announce("warning: no C++ compiler (c++, g++, clang++) was found, so --compile is off.")
-    if not (args.compile and found):
+def compiler(args: Args, device: torch.device) -> Callable[[Any], Any]:
+    """What turns a function into its compiled form, or changes nothing without --compile.
+
+    Compiling needs more than torch: a C++ compiler or triton, Python's headers, a path of torch without spaces. It
+    happens in the first call; where it fails there, the call warns, and it and all later ones run uncompiled.
+    """
+    if not args.compile:
         return lambda function: function
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
     torch._dynamo.config.recompile_limit = 256  # a sweep in one process compiles for each of its constants
     options: dict[str, Any] = {"cpp_wrapper": device.type == "cpu"}
-    return partial(torch.compile, fullgraph=True, dynamic=False, options=options)
+
+    def compiled(function: Any) -> Any:
+        fastest: Any = torch.compile(function, fullgraph=True, dynamic=False, options=options)
+
+        def call(*inputs: Any) -> Any:
+            nonlocal fastest
+            try:
+                return fastest(*inputs)
+            except torch._dynamo.exc.ShortenTraceback as error:  # of the compilers behind torch, not of our code
+                lines = str(error).splitlines()
+                reasons = [line for line in lines if "error: " in line or "No such file" in line] or [
+                    " ".join(lines[:2])
+                ]
+                announce(f"warning: torch.compile failed ({reasons[0].strip()}), so --compile is off.")
+                fastest = function
+            return fastest(*inputs)
+
+        return call
+
+    return compiled
 
 
 def make_take_steps(

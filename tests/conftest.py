@@ -44,6 +44,9 @@ SPACES: dict[str, tuple[Box, Box | Discrete]] = {
 }
 
 
+can_compile = pytest.mark.skipif(" " in torch.__file__, reason="torch cannot compile where its path has a space")
+
+
 def script_paths(config: pytest.Config) -> list[Path]:
     """The scripts under test. Raises UsageError for one that does not exist."""
     paths = [Path(name).resolve() for name in config.getoption("--script")] or sorted(ROOT.glob("ppo_*.py"))

@@ -22,7 +22,7 @@ import torch
 
 from envs.cage2 import ACTION_NAMES, DECOYS, HOSTS, Cage2VecEnv
 from envs.cage2.memory import DECOY_SLOTS
-from tests.conftest import ROOT, assert_same, command_line, spy
+from tests.conftest import ROOT, assert_same, can_compile, command_line, spy
 from tests.test_resume import fork, wait
 
 BEST = ROOT / "results" / "cage2_best.pt"
@@ -133,8 +133,13 @@ def test_sigterm_saves_and_exits_with_143(
     assert cage2.load_checkpoint(logdir / "latest.pt")["counters"]["global_step"] == 400
 
 
+@can_compile
 def test_a_compiled_run_is_close_to_an_eager_one(
-    cage2: ModuleType, quiet: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cage2: ModuleType,
+    quiet: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """--compile is the default, so all results are of it."""
     calls, runs = spy(monkeypatch, torch, "compile"), []
@@ -143,6 +148,7 @@ def test_a_compiled_run_is_close_to_an_eager_one(
         cage2.train(tiny_args(cage2, logdir, compile=compiled, num_minibatches=1))
         runs.append(cage2.load_checkpoint(logdir / "latest.pt")["agent"])
     assert [function.__name__ for (function, *_), _ in calls] == ["take_steps"]
+    assert "so --compile is off" not in capsys.readouterr().out
     for name, tensor in runs[1].items():
         torch.testing.assert_close(runs[0][name], tensor, rtol=1e-3, atol=1e-4, msg=name)
 

@@ -10,6 +10,8 @@ import math
 import os
 import re
 import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,7 +30,7 @@ from envs.mujoco_batch import MujocoBatchVecEnv
 from envs.normalize import NormalizeObservation, NormalizeReward
 from envs.subproc_vec_env import SubprocVecEnv
 from tests import known_values
-from tests.conftest import assert_same, run_program, spy, tiny_args, weights
+from tests.conftest import ROOT, assert_same, can_compile, run_program, spy, tiny_args, weights
 from tests.known_values import known_value
 
 Run = Callable[..., dict[str, Any]]
@@ -977,19 +979,57 @@ def test_gif_time_is_in_hundredths_of_a_second(continuous: ModuleType, tmp_path:
             assert getattr(gif, "n_frames", 1) == 5
 
 
-def test_without_a_compiler_functions_stay_as_they_are(
-    script: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+# Trains with each of two compilers: a missing one, and one that tells its version and then fails. In a process of its
+# own, because torch remembers what it found out of a compiler.
+FAILING_COMPILERS = """
+import sys
+from pathlib import Path
+
+import torch
+
+from tests.conftest import load_script, tiny_args
+
+script = load_script(Path(sys.argv[1]))
+script.plot_curves = lambda logdir: None
+for name in ("missing", "broken"):
+    with torch._inductor.config.patch({"cpp.cxx": (None, str(Path(name).resolve())), "fx_graph_cache": False}):
+        script.train(tiny_args(script, Path(name + "-run"), compile=True))
+"""
+
+
+def test_a_run_whose_compiler_fails_warns_and_goes_on_without(
+    continuous: ModuleType, run_tiny: Run, tmp_path: Path
 ) -> None:
-    args, device = script.Args(compile=True), torch.device("cpu")
-    monkeypatch.setattr(script.shutil, "which", lambda name: None)
-    assert script.compiler(args, device)(len) is len
-    assert "no C++ compiler (c++, g++, clang++) was found, so --compile is off" in capsys.readouterr().out
-    assert script.compiler(script.Args(compile=False), device)(len) is len
-    assert not capsys.readouterr().out
-    monkeypatch.setattr(script.shutil, "which", lambda name: f"/usr/bin/{name}" if name == "clang++" else None)
-    with torch._dynamo.config.patch(recompile_limit=8):
-        assert script.compiler(args, device)(len) is not len
-        assert torch._dynamo.config.recompile_limit == 256
+    """--compile is a default, and a compiler can be missing, or miss Python's headers, or stumble over spaces in the
+    path of torch."""
+    (tmp_path / "broken").write_text(
+        "#!/bin/sh\n[ $1 = --version ] && exec g++ --version\n"
+        "echo x.h:12:10: fatal error: Python.h: No such file or directory\nfalse\n"
+    )
+    (tmp_path / "broken").chmod(0o755)
+    command = [sys.executable, "-c", FAILING_COMPILERS, str(continuous.__file__)]
+    variables = os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stderr) == (0, "")
+    reasons = re.findall(
+        r"^warning: torch.compile failed \((.*)\), so --compile is off\.$", result.stdout, re.MULTILINE
+    )
+    assert len(reasons) == 2
+    assert "No working C++ compiler found" in reasons[0]
+    assert "Python.h: No such file or directory" in reasons[1]
+    eager = weights(run_tiny()["logdir"])
+    for name in ("missing", "broken"):
+        assert_same(weights(tmp_path / f"{name}-run"), eager)
+
+
+@can_compile
+def test_compiling_leaves_mistakes_of_the_function_alone(script: ModuleType) -> None:
+    """A copy whose loss cannot be compiled, or not be run, says so; only a failing compiler is passed over."""
+    compiled = script.compiler(script.Args(compile=True), torch.device("cpu"))
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        compiled(lambda x: print(x.sum().item()))(torch.ones(3))
+    with pytest.raises(RuntimeError, match="size"):
+        compiled(lambda x: x + torch.ones(4))(torch.ones(3))
 
 
 # ---- does it learn --------------------------------------------------------------------------------------------------
@@ -1045,11 +1085,15 @@ def test_half_cheetah_learns_to_run(continuous: ModuleType, tmp_path: Path) -> N
     assert result["mean_return"] > 800
 
 
+@can_compile
 @pytest.mark.slow
-def test_a_compiled_run_is_repeatable_and_close_to_an_eager_one(run_tiny: Run) -> None:
+def test_a_compiled_run_is_repeatable_and_close_to_an_eager_one(
+    run_tiny: Run, capsys: pytest.CaptureFixture[str]
+) -> None:
     compiled, again, eager = run_tiny(compile=True), run_tiny(compile=True), run_tiny()
     assert_same(weights(again["logdir"]), weights(compiled["logdir"]))
     apart = run_tiny(compile=True, target_kl=1e9)  # gradient and step, compiled each by itself
+    assert "so --compile is off" not in capsys.readouterr().out
     for name, tensor in weights(compiled["logdir"]).items():
         torch.testing.assert_close(weights(apart["logdir"])[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
     for name, tensor in weights(eager["logdir"]).items():

@@ -29,7 +29,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import ppo_atari_mario as mario
 from envs.mario_game import MarioGame
-from tests.conftest import spy
+from tests.conftest import can_compile, spy
 from tests.test_mario_env import GOAL_RUNS, NOOP, RUN, decode, require
 from tests.test_resume import fork, rows, wait, wait_until
 
@@ -387,8 +387,11 @@ def test_a_network_fed_with_colours_last_refuses() -> None:
         agent.get_value(pictures(32, channels=3).permute(0, 2, 3, 1))
 
 
+@can_compile
 @pytest.mark.slow
-def test_a_compiled_run_is_close_to_an_eager_one_before_and_after_the_minibatches_grow(tmp_path: Path) -> None:
+def test_a_compiled_run_is_close_to_an_eager_one_before_and_after_the_minibatches_grow(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Frames come in the same order only as long as the policies agree, so the learning rate is small."""
     runs = []
     for compiled in (True, False):
@@ -396,6 +399,7 @@ def test_a_compiled_run_is_close_to_an_eager_one_before_and_after_the_minibatche
                     num_minibatches=4)  # fmt: skip
         mario.train(args)
         runs.append(mario.load_checkpoint(tmp_path / str(compiled) / "latest.pt"))
+    assert "so --compile is off" not in capsys.readouterr().out
     assert runs[0]["counters"]["minibatch_updates"] == (2 * 4 + 2 * 2) * 2  # two updates before, two after
     for name, tensor in runs[1]["agent"].items():
         torch.testing.assert_close(runs[0]["agent"][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
