@@ -56,7 +56,7 @@ TASKS: dict[str, tuple[str, float, str]] = {
     "Hopper-v5": ("hopper", 3353, "NJUWCY, best five points"),
     "Walker2d-v5": ("walker", 4273, "NJUWCY, best five points"),
     "Humanoid-v5": ("humanoid", 2130, "NJUWCY, best five points"),
-    "HumanoidStandup-v5": ("ant", float("nan"), ""),
+    "HumanoidStandup-v5": ("standup", float("nan"), ""),
     "Swimmer-v5": ("swimmer", 282, "SB3 rl-zoo"),
     "Reacher-v5": ("reacher", -4.1, "Tianshou"),
     "Pusher-v5": ("pusher", float("nan"), ""),
