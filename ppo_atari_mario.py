@@ -192,10 +192,14 @@ class Args:
     """let actor and critic share the convolutions and that layer"""
 
     def __post_init__(self) -> None:
-        """Paths and NumPy's numbers, from a program, become what checkpoints and config.json can hold."""
+        """Paths, lists and NumPy's numbers, from a program, become what the command line would have given."""
         for name, value in vars(self).items():
-            if isinstance(value, Path | np.generic):
-                setattr(self, name, str(value) if isinstance(value, Path) else value.item())
+            if isinstance(value, Path):
+                setattr(self, name, str(value))
+            elif isinstance(value, list):
+                setattr(self, name, tuple(value))
+            elif isinstance(value, np.generic):
+                setattr(self, name, value.item())
 
     @property
     def batch_size(self) -> int:
@@ -1766,8 +1770,9 @@ def validate(args: Args) -> None:
     """Raise UsageError, one sentence with the numbers in it, for arguments that cannot work."""
     check_ranges(args)
     check_environment(args)
-    if args.gamma == 1 and args.stuck_steps == 0:
-        raise UsageError("--gamma 1 needs episodes that end soon: set --stuck-steps above 0 or --gamma below 1.")
+    if args.gamma == 1 and (is_atari(args) or args.stuck_steps == 0):
+        remedy = "--gamma below 1" if is_atari(args) else "--stuck-steps above 0 or --gamma below 1"
+        raise UsageError(f"--gamma 1 needs episodes that end soon: set {remedy}.")
     require(args, "at least 1", lambda x: x >= 1, "feature_dim", "video_episodes", "video_fps", "minibatch_growth")
     if args.num_minibatches % args.minibatch_growth:
         raise UsageError(

@@ -192,10 +192,14 @@ class Args:
     """tanh units in the layers of actor and critic"""
 
     def __post_init__(self) -> None:
-        """Paths and NumPy's numbers, from a program, become what checkpoints and config.json can hold."""
+        """Paths, lists and NumPy's numbers, from a program, become what the command line would have given."""
         for name, value in vars(self).items():
-            if isinstance(value, Path | np.generic):
-                setattr(self, name, str(value) if isinstance(value, Path) else value.item())
+            if isinstance(value, Path):
+                setattr(self, name, str(value))
+            elif isinstance(value, list):
+                setattr(self, name, tuple(value))
+            elif isinstance(value, np.generic):
+                setattr(self, name, value.item())
 
     @property
     def batch_size(self) -> int:

@@ -145,12 +145,12 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
 
 
 def machine_line(info: dict[str, Any], verb: str = "Measured") -> str:
-    """Return `machine_info` as one sentence for the foot of a Markdown page, and note the load afterwards in it.
+    """Return `machine_info` as one sentence for the foot of a Markdown page, and note the load afterwards in it, once.
 
     Args:
         verb: "Page written" for a page of what was measured earlier, about whose load this one says nothing.
     """
-    info["load_average_after"] = [round(load, 2) for load in os.getloadavg()]
+    info.setdefault("load_average_after", [round(load, 2) for load in os.getloadavg()])
     versions = ", ".join(f"{name} {version}" for name, version in info["packages"].items() if version)
     changes = " with uncommitted changes" if info["uncommitted_changes"] else ""
     load = f"; load average {info['load_average'][0]} before, {info['load_average_after'][0]} after"

@@ -3,6 +3,9 @@
     python -m benchmarks.mujoco_loop            # HalfCheetah, Ant, Humanoid; three settings; five rounds
     python -m benchmarks.mujoco_loop --quick    # HalfCheetah, one setting, three of the candidates, two rounds
 
+Two hours, on a machine that does nothing else: results are written after each setting, and tables that a run does not
+measure, since it was stopped or was given other `--envs`, stay as they were, each with its commit and rounds.
+
 Every measurement is a process of its own that trains a few updates; the first are warm-up (ours three, in which it
 compiles and warms its caches, peers one) and do not count. Ours is timed over ten updates, the peers over four, since
 theirs take longer. Candidates take turns within a round, so a busy moment of the machine hits all of them, and ratios
@@ -156,9 +159,9 @@ def page_of(data: dict[str, Any]) -> str:
     groups: dict[str, dict[str, list[float]]] = {}
     for row in data["rows"]:
         groups.setdefault(row["group"], {})[row["name"]] = row["rounds"]
-    rounds, updates = len(data["rows"][0]["rounds"]), data["updates"]
+    updates = data["updates"]
     page = "# Whole-loop training throughput on MuJoCo\n\n`python -m benchmarks.mujoco_loop`: " + (
-        f"environment steps per second, median of {rounds} interleaved rounds of {updates} updates "
+        f"environment steps per second, median of interleaved rounds of {updates} updates "
         f"(peers {min(updates, PEERS_UPDATES)}); ratios are medians of the ratios within rounds.\n"
     )
     for group, figures in groups.items():
@@ -171,8 +174,18 @@ def page_of(data: dict[str, Any]) -> str:
             rows.append([name, f"{speeds[name]:,.0f}", *ratios, split_of(data["last_shares"][group][name])])
         header = ["loop", "steps/s", *(f"x {reference}" for reference in references),
                   "environment / inference / advantages / update"]  # fmt: skip
-        page += f"\n## {group}\n\n" + markdown_table(header, rows)
+        page += f"\n## {group}\n\n{markdown_table(header, rows)}\n"
+        page += f"{len(figures['limit'])} rounds. {machine_line(data['machines'][group])}"
     return page
+
+
+def stored_results(folder: Path, updates: int) -> dict[str, Any]:
+    """What earlier runs of as many updates left in the folder: "rows", and "machines" and "last_shares" by group."""
+    path = folder / "mujoco_loop.json"
+    stored: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    if stored.get("updates") != updates:
+        return {"updates": updates, "rows": [], "last_shares": {}, "machines": {}}
+    return stored
 
 
 def main() -> None:
@@ -197,17 +210,18 @@ def main() -> None:
         names.remove("CleanRL-style: envpool")
     rounds = options.rounds or (2 if options.quick else 5)
     updates = 3 if options.quick else UPDATES
-    info = machine_info(["torch", "gymnasium", "mujoco", "numpy", "stable-baselines3", "envpool"])
-    data: dict = {"machine": info, "updates": updates, "rows": [], "last_shares": {}}
+    folder = QUICK_RESULTS if options.quick else RESULTS
+    data = stored_results(folder, updates)
     for env_id in env_ids:
         for setting, sizes in settings.items():
             shares: dict = {}
             candidates = {name: partial(in_process, shares, name, env_id, sizes, updates) for name in names}
-            figures = interleave(candidates, rounds)
-            data["rows"] += rows_of(f"{env_id}, {setting}", figures, NOT_OURS)
-            data["last_shares"][f"{env_id}, {setting}"] = shares
-            folder = QUICK_RESULTS if options.quick else RESULTS
-            write_results("mujoco_loop", data, page_of(data) + "\n" + machine_line(info), folder)
+            info = machine_info(["torch", "gymnasium", "mujoco", "numpy", "stable-baselines3", "envpool"])
+            group = f"{env_id}, {setting}"
+            rows = rows_of(group, interleave(candidates, rounds), NOT_OURS)
+            data["rows"] = [row for row in data["rows"] if row["group"] != group] + rows
+            data["last_shares"][group], data["machines"][group], data["machine"] = shares, info, info
+            write_results("mujoco_loop", data, page_of(data), folder)
 
 
 if __name__ == "__main__":

@@ -983,11 +983,12 @@ def test_arguments_of_a_checkpoint_make_the_same_agent(continuous: ModuleType, r
     assert isinstance(saved["hidden_sizes"], tuple)
 
 
-def test_paths_and_numbers_of_numpy_are_arguments_too(continuous: ModuleType, tmp_path: Path) -> None:
+def test_paths_lists_and_numbers_of_numpy_are_arguments_too(continuous: ModuleType, tmp_path: Path) -> None:
     """As a program gives them, one that sweeps over learning rates say."""
     values = {"logdir": tmp_path / "run", "seed": np.int64(3), "learning_rate": np.float32(0.5), "vec_env": "sync"}
-    args = dataclasses.replace(tiny_args(continuous, tmp_path / "run"), **values)
+    args = dataclasses.replace(tiny_args(continuous, tmp_path / "run"), hidden_sizes=[5, 7], **values)
     assert (args.logdir, args.seed, args.learning_rate) == (str(tmp_path / "run"), 3, 0.5)
+    assert args.hidden_sizes == (5, 7)
     continuous.train(args)
     resumed = continuous.train(dataclasses.replace(args, logdir=tmp_path / "run", resume=True, total_timesteps=384))
     checkpoint = continuous.load_checkpoint(resumed["logdir"] + "/latest.pt")

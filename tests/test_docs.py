@@ -19,6 +19,7 @@ import pytest
 import torch
 import torch.distributed.run
 
+from benchmarks.arguments import args_of_command
 from docs import exercises, figures
 from docs import reinforce as corridor
 from tests.conftest import ROOT, load_script, make_sample
@@ -295,8 +296,9 @@ def final_returns(tasks: dict[str, Any]) -> dict[str, list[float]]:
             for task, result in tasks.items()}  # fmt: skip
 
 
-def test_returns_on_mujoco_are_those_measured() -> None:
-    """Each seed, the mean and SB3's, in README.md and in the tables of docs/mujoco.md for 1 M and 3 M steps."""
+def test_returns_on_mujoco_are_those_measured(continuous: ModuleType) -> None:
+    """Each seed, the mean and SB3's, in README.md and in the tables of docs/mujoco.md for 1 M and 3 M steps; and the
+    commands that stand beside them still train what was measured."""
     tasks = json.loads((ROOT / "results" / "mujoco_learning_1000k.json").read_text())["tasks"]
     final = final_returns(tasks)
     in_readme = re.findall(r"^\| (\w+-v5)\b", README.read_text(), re.MULTILINE)
@@ -306,8 +308,14 @@ def test_returns_on_mujoco_are_those_measured() -> None:
         assert_printed(final[task], each)
         assert_printed([sum(final[task]) / len(final[task])], mean)
         assert_printed([run["evaluations"]["mean_return"][-1] for run in tasks[task]["sb3_seeds"].values()], sb3)
-    longer = final_returns(json.loads((ROOT / "results" / "mujoco_learning_3000k.json").read_text())["tasks"])
+    longer_tasks = json.loads((ROOT / "results" / "mujoco_learning_3000k.json").read_text())["tasks"]
+    for result in (*tasks.values(), *longer_tasks.values()):
+        today = args_of_command(continuous, result["command"].split()[1:])
+        assert all(today.get(name, value) == value for name, value in result["args"].items()), result["command"]
+    longer = final_returns(longer_tasks)
     labels = {task.removesuffix("-v5"): returns for task, returns in final.items()}
+    tables = (DOCS / "mujoco.md").read_text().partition("\n## Results\n")[2].partition("results/")[0]
+    assert set(re.findall(r"^\| (\w+(?:-v5)?) \|", tables, re.MULTILINE)) - {"task"} == labels.keys() | longer.keys()
     for label, returns in (labels | longer).items():
         mean, each = row_with(DOCS / "mujoco.md", label)[:2]
         assert_printed([sum(returns) / len(returns)], mean)
