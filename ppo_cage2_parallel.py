@@ -950,7 +950,10 @@ def finish(
         outcome = "stopped; continue with --resume --logdir"
     else:
         with outlive_disk_errors(logdir.parent / "best"):
-            update_leaderboard(logdir, args, counters.best_return, counters.best_step)
+            score: float | list[float] = counters.best_return
+            if args.compliance_threshold is not None:  # in the order that best.pt is chosen by
+                score = [float(counters.compliant), counters.best_return]
+            update_leaderboard(logdir, args, score, counters.best_step)
         logged = read_csv(logdir / "eval.csv")  # for a run that was resumed when it had finished
         evaluation = evaluation or {name.removeprefix("eval/"): column[-1] for name, column in logged.items()}
         confirmed = ", compliance confirmed" if counters.compliant else ""
@@ -1018,6 +1021,10 @@ class SearchArgs:
     """lambda of the Mallows kernel exp(-lambda d): at 0.2 two orders that differ in d = 3 pairs correlate by 0.55"""
     gp_gate: bool = False
     """let the process neither learn from nor recommend orders whose compliance was not reached"""
+
+    def __post_init__(self) -> None:
+        """As in `Args`."""
+        Args.__post_init__(self)  # type: ignore[arg-type]
 
 
 PAIRS = np.array(list(itertools.combinations(range(len(UNIT_TYPES)), 2)))

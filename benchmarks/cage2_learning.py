@@ -33,6 +33,8 @@ def measure(logdir: Path, episodes: int) -> dict[str, Any]:
     """A run's arguments, its curve and time, and its best checkpoint's score over fresh episodes."""
     checkpoint = script.load_checkpoint(logdir / "best.pt")
     args = replace(script.known_args(checkpoint["args"]), eval_episodes=episodes)
+    if args.red_agent != "mixed" or args.max_steps != 100 or args.finite_horizon:
+        raise script.UsageError(f"{logdir} has not all nine cells: --red-agent, --max-steps, --finite-horizon differ.")
     agent = script.Agent(script.make_envs(replace(args, num_envs=1)), args)
     agent.load_state_dict(checkpoint["agent"])
     curve, timing = script.read_csv(logdir / "eval.csv"), script.read_csv(logdir / "timing.csv")
@@ -80,7 +82,7 @@ def main() -> None:
     for logdir in options.logdirs:
         try:
             run = measure(logdir, options.episodes)
-        except script.UsageError as error:  # no such checkpoint
+        except (script.UsageError, OSError) as error:  # no such checkpoint
             parser.error(str(error))
         name = f"{run['args']['version']}, seed {run['args']['seed']}"
         if name in runs:

@@ -203,9 +203,11 @@ def store_searches(folders: list[Path], results: Path) -> None:
     for logdir in folders:
         saved = json.loads((logdir / "history.json").read_text())
         args = script.known_args(script.load_checkpoint(logdir / "shared" / "latest.pt")["args"])
-        # TensorBoard puts the time at which it began into its files' names.
+        # TensorBoard puts the time at which it began into its files' names; the last checkpoint is of the last order.
+        # So a search that rested in between has rested in this time, but one that is resumed later to look at it has
+        # not.
         began = min(int(path.name.split(".")[3]) for path in (logdir / "shared").glob("events.out.tfevents.*"))
-        seconds = (logdir / "search.png").stat().st_mtime - began
+        seconds = max(path.stat().st_mtime for path in logdir.glob("*/latest.pt")) - began
         shared = script.read_csv(logdir / "shared" / "timing.csv")["time/seconds"][-1]
         data = {"machine": machine_info(["torch", "numpy", "numba"]), "red_agent": args.red_agent,
                 "version": args.version, "wall_seconds": seconds, "shared_seconds": shared, **saved}  # fmt: skip
@@ -271,6 +273,7 @@ def measure_sharing(shared: Path, num_orders: int, folder: Path, quick: bool) ->
             run = replace(
                 base, workflow=",".join(ORDERS[order]), logdir=str(logdir), num_envs=25, num_steps=100,
                 num_minibatches=5, learning_rate=2e-3, total_timesteps=steps, eval_every=steps // 40, save_every=0,
+                compliance_threshold=None, init_from=None, resume=False, device="cpu", track=False,
             )  # fmt: skip
             with contextlib.redirect_stdout(io.StringIO()):
                 train_to_the_end(script, run)
@@ -443,6 +446,8 @@ def write_page(folder: Path, replays: int) -> None:
         tables[red] = json.loads(path.read_text())
         regrets[red] = replay_all(tables[red]["orders"], replays, noise=False)
         noisy[red] = replay_all(tables[red]["orders"], replays, noise=True)
+    if not tables:
+        raise script.UsageError(f"{folder} has no table of all orders: measure one first.")
     lines = ["# CAGE2: workflows\n", "From `python -m benchmarks.cage2_workflows`; what the words mean is in "
              "[docs/cage2.md](../docs/cage2.md#workflows).\n", "## All 120 orders\n"]  # fmt: skip
     for red, table in tables.items():
@@ -598,8 +603,13 @@ def main() -> None:
         quick()
     elif options.command is None or (options.command in ("table", "sharing") and not options.shared):
         parser.error("name a command, and for table and sharing --shared; or --quick")
+    elif options.command == "search" and not options.folders:
+        parser.error("search needs --folders")
     else:
-        commands[options.command]()
+        try:
+            commands[options.command]()
+        except (script.UsageError, OSError) as error:  # no such policy, or no search in the folder
+            parser.error(str(error))
 
 
 if __name__ == "__main__":

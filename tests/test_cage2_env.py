@@ -585,6 +585,7 @@ def test_an_edited_rule_is_compiled_anew(tmp_path: Path) -> None:
 def test_text_rendering_names_what_happened() -> None:
     env = Cage2Env("b_line", render_mode="ansi")
     env.reset(seed=0)
+    assert "reward 0.0, return 0.0" in env.render()
     env.step(51)
     for _ in range(30):
         env.step(0)

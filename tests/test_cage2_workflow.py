@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import itertools
 import json
 import math
@@ -483,6 +484,12 @@ def test_the_confirmed_policy_is_the_best_whatever_its_return(
     assert (result["compliant"], result["global_step"]) == (True, 600)
     assert cage2.load_checkpoint(tmp_path / "run" / "best.pt")["counters"]["global_step"] == 600
 
+    scores = itertools.repeat(10)
+    monkeypatch.setattr(cage2, "is_compliant", lambda *a: False)
+    cage2.train(tiny_args(cage2, tmp_path / "lax", eval_every=200, **values))
+    (index,) = (tmp_path / "best").glob("*/index.json")
+    assert [(entry["run"], entry["score"][0]) for entry in json.loads(index.read_text())] == [("run", 1), ("lax", 0)]
+
 
 def test_an_unconfirmed_stop_is_none(cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampled actions comply, those of the evaluation do not."""
@@ -657,7 +664,7 @@ def test_beta_trades_the_mean_for_uncertainty(cage2: ModuleType) -> None:
 
 
 def test_gp_ucb_halves_the_regret_of_random_orders(cage2: ModuleType) -> None:
-    """On 30 landscapes that are sums over the ten pairs of types, with interactions: a third rule must do no better."""
+    """On 30 landscapes that are sums over the ten pairs of types, and some noise."""
     rng = np.random.default_rng(0)
     regrets: dict[str, list[float]] = {"gp": [], "random": []}
     for seed in range(30):
@@ -896,6 +903,12 @@ def test_a_search_whose_script_has_lost_a_field_goes_on(cage2: ModuleType, tmp_p
     saved = {"args": {"n_start": 7, "gone": 1}, "shared_hash": "", "baseline": None, "history": []}
     (tmp_path / "history.json").write_text(json.dumps(saved))
     assert cage2.parse_search_args(["--resume", "--logdir", str(tmp_path)]).n_start == 7
+
+
+def test_paths_and_numbers_of_numpy_are_arguments_of_a_search_too(cage2: ModuleType) -> None:
+    args = cage2.SearchArgs(logdir=Path("search"), shared=Path("latest.pt"), n_workflows=np.int64(2))
+    assert (args.logdir, args.shared, args.n_workflows) == ("search", "latest.pt", 2)
+    json.dumps(dataclasses.asdict(args))
 
 
 def test_a_search_in_a_place_that_is_no_folder_is_refused(cage2: ModuleType, shared: Path, tmp_path: Path) -> None:

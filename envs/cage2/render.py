@@ -64,9 +64,14 @@ def decoy_names(decoys: int) -> list[str]:
     return [decoy.name for k, decoy in enumerate(DECOYS) if decoys >> k & 1]
 
 
+def rewards_of(state: Any) -> tuple[float, float]:
+    """The last step's reward and the episode's return; 0 - x, since -0 is shown as -0.0."""
+    return 0.0 - state.cost_tenths / 10, 0.0 - state.episode_cost_tenths / 10
+
+
 def render_ansi(state: Any) -> str:
     """A text table: for each host, what red holds, which decoys stand, and what Blue sees."""
-    reward, episode_return = state.cost_tenths / -10, state.episode_cost_tenths / -10
+    reward, episode_return = rewards_of(state)
     lines = [
         f"Step {state.steps} of {state.max_steps}, red agent {RED_AGENTS[state.red_agent]}, "
         f"reward {reward:.1f}, return {episode_return:.1f}",
@@ -149,8 +154,9 @@ def render_rgb(state: Any) -> np.ndarray:
 
     write(16, 22, f"Step {state.steps} / {state.max_steps}", size=17)
     write(160, 22, f"red agent {RED_AGENTS[state.red_agent]}", _FAINT, 13)
-    write(WIDTH - 16, 22, f"return {state.episode_cost_tenths / -10:.1f}", size=17, anchor="rm")
-    write(WIDTH - 160, 22, f"reward {state.cost_tenths / -10:.1f}", _FAINT, 13, anchor="rm")
+    reward, episode_return = rewards_of(state)
+    write(WIDTH - 16, 22, f"return {episode_return:.1f}", size=17, anchor="rm")
+    write(WIDTH - 160, 22, f"reward {reward:.1f}", _FAINT, 13, anchor="rm")
     line([(130, 65), (WIDTH - 130, 65)], _FAINT, 3)  # the backbone between the subnets
     for subnet, x in _PANEL_X.items():
         box(x, 44, _PANEL_WIDTH, 360, _PANEL)
