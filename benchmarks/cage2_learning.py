@@ -18,7 +18,16 @@ from typing import Any
 import matplotlib.figure
 
 import ppo_cage2_parallel as script
-from benchmarks.common import QUICK_RESULTS, RESULTS, ROOT, machine_info, machine_line, markdown_table, write_results
+from benchmarks.common import (
+    QUICK_RESULTS,
+    RESULTS,
+    ROOT,
+    at_least_one,
+    machine_info,
+    machine_line,
+    markdown_table,
+    write_results,
+)
 
 CELLS = [f"{red}_{horizon}" for horizon in (30, 50, 100) for red in ("b_line", "meander", "sleep")]
 PUBLISHED = {  # rules, the cells in the order of CELLS, score
@@ -65,7 +74,7 @@ def draw(runs: dict[str, dict[str, Any]], path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("logdirs", nargs="*", type=Path, help="run folders of ppo_cage2_parallel.py")
-    parser.add_argument("--episodes", type=int, default=1000, help="episodes against each red agent")
+    parser.add_argument("--episodes", type=at_least_one, default=1000, help="episodes against each red agent")
     parser.add_argument("--quick", action="store_true", help="train a run of 100,000 steps, evaluate 20 episodes")
     options = parser.parse_args()
     folder = QUICK_RESULTS if options.quick else RESULTS

@@ -25,6 +25,7 @@ from benchmarks.common import (
     QUICK_RESULTS,
     RESULTS,
     ROOT,
+    at_least_one,
     in_fresh_process,
     interleave,
     machine_info,
@@ -129,7 +130,7 @@ def in_process(last: dict[str, Any], candidate: str, setting: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="25 environments, three candidates, two rounds")
-    parser.add_argument("--rounds", type=int, default=None, help="rounds (default 5, quick 2)")
+    parser.add_argument("--rounds", type=at_least_one, default=None, help="rounds (default 5, quick 2)")
     parser.add_argument("--one", nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

@@ -43,6 +43,7 @@ from benchmarks.common import (
     QUICK_RESULTS,
     RESULTS,
     ROOT,
+    at_least_one,
     in_fresh_process,
     machine_info,
     machine_line,
@@ -584,7 +585,7 @@ def main() -> None:
         "--shared", nargs="+", type=Path, help="latest.pt of a run with --workflow any, and of another seed"
     )
     parser.add_argument("--folders", nargs="+", default=[], type=Path, help="of finished searches")
-    parser.add_argument("--orders", type=int, default=10, help="orders of `sharing`")
+    parser.add_argument("--orders", type=at_least_one, default=10, help="orders of `sharing`")
     parser.add_argument("--quick", action="store_true", help="everything in small, into runs/bench")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)  # environments, kind, workflow, updates
     options = parser.parse_args()

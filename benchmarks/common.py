@@ -6,6 +6,7 @@ A benchmark's JSON holds "machine" (see `machine_info`) and, where it compares s
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -70,6 +71,13 @@ def cpu_model() -> str:
     except OSError:
         return platform.processor()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def at_least_one(text: str) -> int:
+    """A whole number of at least 1, as argparse's `type`."""
+    if text.isdecimal() and int(text):
+        return int(text)
+    raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text}")
 
 
 def interleave(candidates: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:

@@ -25,7 +25,16 @@ import numpy as np
 
 import ppo_continuous_mujoco as script
 from benchmarks.arguments import is_current, set_aside_if_changed
-from benchmarks.common import QUICK_RESULTS, RESULTS, ROOT, machine_info, machine_line, markdown_table, write_results
+from benchmarks.common import (
+    QUICK_RESULTS,
+    RESULTS,
+    ROOT,
+    at_least_one,
+    machine_info,
+    machine_line,
+    markdown_table,
+    write_results,
+)
 from benchmarks.seeds import Run, UsageError, run_all
 from envs.queueing import TwoQueueEnv
 
@@ -75,7 +84,7 @@ def read_run(run: Run) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--jobs", type=at_least_one, default=1, help="runs at a time")
     parser.add_argument("--quick", action="store_true", help="one seed of 4,096 steps each, not compiled")
     parser.add_argument("--report", action="store_true", help="only write the page of finished runs")
     options = parser.parse_args()

@@ -40,6 +40,7 @@ from benchmarks.common import (
     QUICK_RESULTS,
     RESULTS,
     ROOT,
+    at_least_one,
     in_fresh_process,
     interleave,
     machine_info,
@@ -696,7 +697,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="MuJoCo only, not compiled")
     parser.add_argument("--report", action="store_true", help="only write page and figure anew")
     parser.add_argument("--curves", action="store_true", help="learning curves of one rank beside two")
-    parser.add_argument("--rounds", type=int, default=2, help="rounds of the check")
+    parser.add_argument("--rounds", type=at_least_one, default=2, help="rounds of the check")
     parser.add_argument("--one", nargs="+", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:

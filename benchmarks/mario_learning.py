@@ -37,6 +37,7 @@ from benchmarks.common import (
     QUICK_RESULTS,
     RESULTS,
     ROOT,
+    at_least_one,
     cpu_model,
     machine_info,
     machine_line,
@@ -200,7 +201,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=["fceumm", "nes_py"], default="fceumm")
     parser.add_argument("--variant", choices=list(VARIANTS), default="default")
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    parser.add_argument("--jobs", type=at_least_one, default=1, help="runs at a time")
     parser.add_argument("--quick", action="store_true", help="two updates of eight environments")
     parser.add_argument("--report", action="store_true", help="only write the page of finished runs")
     options = parser.parse_args()

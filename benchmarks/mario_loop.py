@@ -38,6 +38,7 @@ import ppo_atari_mario as mario
 from benchmarks.common import (
     QUICK_RESULTS,
     RESULTS,
+    at_least_one,
     interleave,
     machine_info,
     machine_line,
@@ -133,9 +134,9 @@ def sb3(num_envs: int, num_steps: int, nes_py_folder: str | None = None) -> tupl
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--num-envs", type=int, default=16)
-    parser.add_argument("--num-steps", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--num-envs", type=at_least_one, default=16)
+    parser.add_argument("--num-steps", type=at_least_one, default=64)
+    parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument("--quick", action="store_true", help="8 x 32, two rounds, without float32")
     parser.add_argument("--pip-nes-py", metavar="FOLDER", help="a folder with nes-py as pip builds it, for SB3")
     options = parser.parse_args()

@@ -28,6 +28,7 @@ from benchmarks.common import (
     CORES,
     QUICK_RESULTS,
     RESULTS,
+    at_least_one,
     interleave,
     machine_info,
     machine_line,
@@ -177,9 +178,9 @@ def main() -> None:
     """Measure, print, and write results/mujoco_env.{json,md}."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env-ids", nargs="+", default=ENV_IDS)
-    parser.add_argument("--num-envs", type=int, default=16)
-    parser.add_argument("--num-threads", type=int, default=CORES)
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--num-envs", type=at_least_one, default=16)
+    parser.add_argument("--num-threads", type=at_least_one, default=CORES)
+    parser.add_argument("--rounds", type=at_least_one, default=9)
     parser.add_argument("--seconds", type=float, default=0.5, help="length of one measurement")
     parser.add_argument("--quick", action="store_true", help="HalfCheetah, three rounds of 0.2 s")
     args = parser.parse_args()

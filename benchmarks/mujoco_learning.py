@@ -39,6 +39,7 @@ from benchmarks.common import (
     QUICK_RESULTS,
     RESULTS,
     ROOT,
+    at_least_one,
     cpu_model,
     machine_info,
     machine_line,
@@ -230,8 +231,8 @@ def main() -> None:
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS), metavar="ID")
     parser.add_argument("--seeds", nargs="*", type=int, default=[1, 2, 3], help="of our runs; without numbers: none")
     parser.add_argument("--peer-seeds", nargs="+", type=int, default=[], help="seeds of SB3's runs")
-    parser.add_argument("--steps", type=int, default=1_000_000)
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each with one environment thread")
+    parser.add_argument("--steps", type=at_least_one, default=1_000_000)
+    parser.add_argument("--jobs", type=at_least_one, default=2, help="runs at a time, each with one environment thread")
     parser.add_argument("--quick", action="store_true", help="HalfCheetah, one seed, 200,000 steps")
     parser.add_argument("--report", action="store_true", help="only write the tables and curves of finished runs")
     options = parser.parse_args()

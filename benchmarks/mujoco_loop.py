@@ -38,6 +38,7 @@ from benchmarks.common import (
     CORES,
     QUICK_RESULTS,
     RESULTS,
+    at_least_one,
     in_fresh_process,
     interleave,
     machine_info,
@@ -191,7 +192,7 @@ def stored_results(folder: Path, updates: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="HalfCheetah, one setting, three candidates, two rounds")
-    parser.add_argument("--rounds", type=int, default=None, help="rounds (default 5, quick 2)")
+    parser.add_argument("--rounds", type=at_least_one, default=None, help="rounds (default 5, quick 2)")
     parser.add_argument("--envs", nargs="+", default=None, help="environment ids")
     parser.add_argument("--one", nargs=6, help=argparse.SUPPRESS)
     options = parser.parse_args()

@@ -34,6 +34,7 @@ from benchmarks.common import (
     CORES,
     QUICK_RESULTS,
     RESULTS,
+    at_least_one,
     in_fresh_process,
     interleave,
     machine_info,
@@ -230,7 +231,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="a few counts, two rounds of 0.2 s")
     parser.add_argument("--report", action="store_true", help="only write page and figure anew")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=at_least_one, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="length of one measurement")
     parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()

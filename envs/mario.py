@@ -280,7 +280,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from `get_state()`, here or in another process, bit for bit.
 
-        On fceumm this takes microseconds; nes_py plays the episode again, at about a millisecond a frame.
+        On fceumm this takes microseconds; nes_py plays the episode again, a fifth of a millisecond a frame.
 
         Raises:
             ValueError: the state comes from another backend or from other observation options.

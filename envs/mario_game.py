@@ -17,13 +17,14 @@ LAST_LEVEL = len(STAGES) - 1
 _PLAYER_STATE, _FLOAT_STATE, _ENEMIES, _PAGE, _X, _Y_HIGH = 0x0E, 0x1D, slice(0x16, 0x1C), 0x6D, 0x86, 0xB5
 _ENEMY_DATA_LOW, _ENEMY_DATA_HIGH, _IN_THE_CLOUDS = 0xE9, 0xEA, 0x743
 _CHANGE_AREA_TIMER, _STATUS, _LIVES, _STAGE, _WORLD = 0x6DE, 0x756, 0x75A, 0x75C, 0x75F
-_AREA, _GAME_MODE, _PRELEVEL_TIMER = 0x760, 0x770, 0x7A0
+_AREA, _GAME_MODE, _TASK, _PRELEVEL_TIMER = 0x760, 0x770, 0x772, 0x7A0
 _SCORE, _COINS, _CLOCK = slice(0x7DE, 0x7E4), slice(0x7ED, 0x7EF), slice(0x7F8, 0x7FB)
 
 _LOSING_A_LIFE, _DYING, _UNDER_CONTROL = 6, 11, 8
 _BUSY = (0, 1, 2, 3, 4, 5, 7)  # entering an area, a pipe, a vine or the castle: the controller is ignored
 _GOALS = (0x2D, 0x31)  # Bowser and the flagpole among the enemies; sliding near anything else is a vine
 _TITLE, _VICTORY = 0, 2  # game modes: before a game, after an axe
+_PLAYING = 3  # a game's task once a stage has been loaded
 _NO_LIVES = 255
 _JUMP = 64  # pixels in one decision that no legs can run: a pipe or a maze's loop moved Mario
 _MAX_BUSY_FRAMES = 6000
@@ -112,7 +113,7 @@ class MarioGame:
             core.poke(_CHANGE_AREA_TIMER, 1)
         for waited in range(_MAX_BUSY_FRAMES):
             ram = core.ram.tobytes()
-            busy = ram[_PLAYER_STATE] in _BUSY or ram[_GAME_MODE] == _VICTORY
+            busy = ram[_PLAYER_STATE] in _BUSY or ram[_GAME_MODE] == _VICTORY or ram[_TASK] != _PLAYING
             if not busy or ram[_LIVES] == _NO_LIVES:
                 return waited > 0
             core.poke(_PRELEVEL_TIMER, 0)

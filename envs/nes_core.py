@@ -158,9 +158,8 @@ class NesPyCore:
 
     nes-py can copy its state to one slot inside itself, but offers no way to take it out. So what `save`
     returns is the console's whole input history since it was switched on: one uint32 a frame. The emulator is
-    deterministic, so that replaying it is exact (0.2 s for a stage's start, about a millisecond for every
-    further frame). The slot makes the common case quick: `load` keeps the last state it loaded there, and returns to
-    it in microseconds.
+    deterministic, so that replaying it is exact (some 0.03 s for a stage's start). The slot makes the common case
+    quick: `load` keeps the last state it loaded there, and returns to it in microseconds.
     """
 
     _POKE = 1 << 31  # history entries with this bit are RAM writes: address << 8 | value; others are buttons

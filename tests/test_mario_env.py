@@ -432,6 +432,22 @@ def test_the_whole_game_goes_on_after_flag_and_death(fceumm: str) -> None:
     assert (deaths, info["life"]) == (3, 255)
 
 
+def test_the_whole_game_goes_on_after_an_axe(fceumm: str) -> None:
+    """The step that reaches it ends where the next world has been loaded and Mario can move."""
+    env = MarioEnv("1-4", fceumm, full_info=True)
+    env.reset(seed=0)
+    state = env.get_state()
+    state["game"]["stage"] = "full"
+    env.set_state(state)
+    steps = play(env, decode(GOAL_RUNS["fceumm", "1-4"]))
+    assert [step[2] for step in steps if step[4]["flag_get"]] == [False]
+    last = steps[-1][4]
+    assert (last["world"], last["stage"], last["x_pos"], last["time"]) == (2, 1, 40, 400)
+    assert steps[-1][1] == pytest.approx(5.0, abs=1.0)
+    _, _, _, _, info = env.step(RUN)
+    assert info["x_pos"] > last["x_pos"]
+
+
 # Reward
 
 
