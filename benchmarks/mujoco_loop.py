@@ -165,7 +165,7 @@ def page_of(data: dict[str, Any]) -> str:
         f"environment steps per second, median of interleaved rounds of {updates} updates "
         f"(peers {min(updates, PEERS_UPDATES)}); ratios are medians of the ratios within rounds.\n"
     )
-    for group, figures in groups.items():
+    for group, figures in sorted(groups.items()):
         speeds = {name: summary(rounds)["median"] for name, rounds in figures.items()}
         fastest_sb3 = max((name for name in speeds if name.startswith("SB3")), key=lambda name: speeds[name])
         references = ("limit", "CleanRL-style: sync", fastest_sb3)
