@@ -204,9 +204,8 @@ def store_searches(folders: list[Path], results: Path) -> None:
     for logdir in folders:
         saved = json.loads((logdir / "history.json").read_text())
         args = script.known_args(script.load_checkpoint(logdir / "shared" / "latest.pt")["args"])
-        # TensorBoard puts the time at which it began into its files' names; the last checkpoint is of the last order.
-        # So a search that rested in between has rested in this time, but one that is resumed later to look at it has
-        # not.
+        # TensorBoard puts the time at which it began into its files' names, and the last checkpoint is the last
+        # order's: --resume with nothing left to do writes none.
         began = min(int(path.name.split(".")[3]) for path in (logdir / "shared").glob("events.out.tfevents.*"))
         seconds = max(path.stat().st_mtime for path in logdir.glob("*/latest.pt")) - began
         shared = script.read_csv(logdir / "shared" / "timing.csv")["time/seconds"][-1]
@@ -265,7 +264,7 @@ def first_step(curve: dict[str, np.ndarray], threshold: float, least_return: flo
 def measure_sharing(shared: Path, num_orders: int, folder: Path, quick: bool) -> None:
     """Steps to a compliance of 0.95 in a deterministic evaluation, for policies trained from nothing on one order each
     (25 environments), and for the shared policy itself; also with the baseline's return."""
-    base = script.known_args(script.load_checkpoint(shared)["args"])
+    base = script.search_base(script.SearchArgs(shared=str(shared)))
     steps = 5_000 if quick else 500_000
     runs = []
     for order in np.random.default_rng(0).permutation(len(ORDERS))[:num_orders].tolist():
@@ -274,7 +273,7 @@ def measure_sharing(shared: Path, num_orders: int, folder: Path, quick: bool) ->
             run = replace(
                 base, workflow=",".join(ORDERS[order]), logdir=str(logdir), num_envs=25, num_steps=100,
                 num_minibatches=5, learning_rate=2e-3, total_timesteps=steps, eval_every=steps // 40, save_every=0,
-                compliance_threshold=None, init_from=None, resume=False, device="cpu", track=False,
+                compliance_threshold=None, min_episodes=script.Args.min_episodes, resume=False,
             )  # fmt: skip
             with contextlib.redirect_stdout(io.StringIO()):
                 train_to_the_end(script, run)
