@@ -232,6 +232,12 @@ def test_flags_of_the_other_kind_of_game_are_refused(
     assert all(word in message for word in words)
 
 
+@needs_ale
+def test_an_undiscounted_game_is_refused_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    assert script.main(["--env-id", "ALE/Breakout-v5", "--gamma", "1"]) == 2
+    assert "set --gamma below 1." in capsys.readouterr().err
+
+
 def test_the_preset_has_the_published_values() -> None:
     """Schulman et al. 2017, table 5, and the value clipping of the code behind it."""
     args = script.parse_args(["--configs", "atari"])

@@ -154,18 +154,18 @@ BUGS = {
         "next_values[list(times), list(indices)] = final_values", "pass", KNOWN_VALUES
     ),
     "a time limit is stored as a termination": Bug(
-        "= torch.as_tensor(terminated), torch.as_tensor(truncated)",
-        "= torch.as_tensor(terminated | truncated), torch.as_tensor(truncated)",
+        "truncated_rows[t] = terminated, truncated",
+        "truncated_rows[t] = terminated | truncated, truncated",
         KNOWN_VALUES,
     ),
     "the action is clipped before its log-probability": Bug(
-        "(next_obs, noise[t])",
-        "(next_obs, noise[t]).clamp(-1, 1)",
+        "action_rows[t] = action.cpu().numpy()",
+        "action_rows[t] = action.cpu().numpy().clip(-1, 1)",
         LOOP + "test_environments_get_clipped_actions_and_the_loss_the_sampled_ones",
     ),
     "the environment gets unclipped actions": Bug(
-        "np.clip(actions[t].cpu().numpy(), action_space.low, action_space.high)",
-        "actions[t].cpu().numpy()",
+        "action_rows[t].clip(action_space.low, action_space.high)",
+        "action_rows[t]",
         LOOP + "test_environments_get_clipped_actions_and_the_loss_the_sampled_ones",
     ),
     "transitions are drawn with replacement": Bug(
