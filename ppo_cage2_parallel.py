@@ -721,7 +721,7 @@ def learn(
     per_call = math.gcd(4, args.num_minibatches)  # a compiled call for every four steps saves a third of their time
 
     # The rollout, time-major: row t holds what happened at step t in each environment. It is collected in NumPy, which
-    # stores a row in a fifth of torch's time, and moves to the device as a whole.
+    # stores a row in a fifth of torch's time, and moves to the device as a whole (a CPU's tensors share its memory).
     obs_rows = np.zeros((num_steps, num_envs, *vec_env.single_observation_space.shape), np.float32)
     action_rows = np.zeros((num_steps, num_envs), np.int64)
     reward_rows = np.zeros((num_steps, num_envs), np.float32)
