@@ -36,6 +36,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -83,6 +84,8 @@ class Args:
     """run folder; default runs/{env_id}__{script}__{seed}__{time}"""
     resume: bool = False
     """continue the run in --logdir from its latest.pt"""
+    init_from: str | None = None
+    """checkpoint whose policy and critic the run starts from"""
     device: str = "cpu"
     """torch device: cpu, cuda, cuda:1, ..."""
     torch_threads: int = 1
@@ -234,8 +237,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 # What a resumed run may change; any other difference would make it another run.
 RESUMABLE = {"total_timesteps", "logdir", "resume", "device", "torch_threads", "num_workers", "eval_every",
-             "eval_episodes", "save_every", "keep_checkpoints", "track", "capture_video", "video_episodes",
-             "video_fps", "hints", "explain"}  # fmt: skip
+             "save_every", "keep_checkpoints", "track", "capture_video", "video_episodes", "video_fps", "hints",
+             "explain"}  # fmt: skip
 
 # What one kind of game alone knows: to set it for the other is a mistake.
 MARIO_ONLY = ("backend", "obs", "action_set", "max_pool", "mask_score", "show_buttons", "reward", "stuck_steps")
@@ -457,8 +460,8 @@ def adam_step(
         step += 1
         mean += (1 - 0.9) * (gradient - mean)
         square += (1 - 0.999) * (gradient**2 - square)
-        # Both means began at 0; their corrections are single numbers (end of the paper's section 2). exp(step log beta)
-        # is beta**step, without the C library's pow, which takes an eighth of a compiled step where 0.9**step vanishes.
+        # Both means began at 0; their corrections are single numbers (end of the paper's section 2). beta**step is
+        # written as exp(step log beta): once 0.9**step is too small for a float, C's pow costs an eighth of a step.
         correction = (1 - torch.exp(step * math.log(0.999))).sqrt()
         rate = rate * correction / (1 - torch.exp(step * math.log(0.9)))
         vector -= rate * mean / (square.sqrt() + 1e-5 * correction)  # detail 3
@@ -534,6 +537,7 @@ def evaluate(
     deterministic: bool = True,
     seed: int = 10_000,
     render_mode: str | None = None,
+    shrink: int = 1,
 ) -> dict[str, Any]:
     """Run `args.eval_episodes` episodes on separate environments.
 
@@ -541,8 +545,8 @@ def evaluate(
     sticky actions. Episode i draws both from seed + i, so that two evaluations differ by their policies alone.
     Returns success_rate (flag or axe reached; nan for Atari games, which have neither), mean_return, std_return,
     mean_length, the lists successes, returns and lengths, and, with render_mode "rgb_array", frames: the first
-    `args.video_episodes` episodes side by side, (height, width, 3) uint8, at most MAX_VIDEO_FRAMES of them. An episode
-    that has ended goes on showing what its last action was chosen by.
+    `args.video_episodes` episodes side by side, every `shrink`-th pixel, (height, width, 3) uint8, at most
+    MAX_VIDEO_FRAMES of them. An episode that has ended goes on showing what its last action was chosen by.
     """
     num_envs = args.eval_episodes
     num_rendered = min(num_envs, args.video_episodes)
@@ -556,6 +560,10 @@ def evaluate(
     frames: list[np.ndarray] = []
     obs, _ = vec_env.reset(seed=seed)
     while running.any():
+        if render_mode == "rgb_array" and running[:num_rendered].any() and len(frames) < MAX_VIDEO_FRAMES:
+            now = vec_env.render()
+            pictures = [now[n][::shrink, ::shrink] if running[n] else pictures[n] for n in range(num_rendered)]
+            frames.append(np.concatenate(pictures, axis=1))
         noise = torch.zeros((num_envs, int(vec_env.single_action_space.n)), device=device)
         if not deterministic:
             noise = gumbel_noise(noise.shape, device, generator)
@@ -567,12 +575,6 @@ def evaluate(
         if ended.any() and not is_atari(args):
             successes |= terminated & ended & infos["final_info"]["flag_get"].astype(bool)
         running &= ~ended
-        if render_mode == "rgb_array":
-            now = vec_env.render()
-            pictures = [now[n] if running[n] or frames == [] else pictures[n] for n in range(num_rendered)]
-            frames.append(np.concatenate(pictures, axis=1))
-            if not running[:num_rendered].any() or len(frames) == MAX_VIDEO_FRAMES:
-                render_mode = None
     vec_env.close()
     success_rate = math.nan if is_atari(args) else float(successes.mean())
     return {"success_rate": success_rate, "mean_return": float(returns.mean()),
@@ -754,6 +756,8 @@ def learn(
         env_obs, episode_returns, episode_lengths = to_arrays(own["episodes"])
         set_random_states(own["random"], device)
         announce(f"continuing after step {counters.global_step:,}")
+    elif args.init_from is not None:
+        load_policy(agent, Path(args.init_from))
     next_obs = torch.as_tensor(env_obs, device=device)
     take_steps = make_take_steps(agent, parameters, moments, rates, ranks, loss_args)
 
@@ -768,7 +772,11 @@ def learn(
     if args.track and ranks.rank == 0:
         import wandb
 
-        wandb.init(project=SCRIPT, name=logdir.name, config=asdict(args), sync_tensorboard=True)
+        run_id = logdir / "wandb_id"  # by which a resumed run finds its curves
+        if not run_id.exists():
+            run_id.write_text(uuid.uuid4().hex)
+        wandb.init(project=SCRIPT, name=logdir.name, id=run_id.read_text(), resume="allow", config=asdict(args),
+                   allow_val_change=True, sync_tensorboard=True)  # fmt: skip
     logger = Logger(logdir, counters.global_step, silent=ranks.rank > 0)
     saved = checkpoint is not None or save("latest.pt")  # from here on a killed run can be resumed
 
@@ -781,12 +789,13 @@ def learn(
     def evaluate_and_film(num_filmed: int) -> dict[str, Any]:
         """An evaluation without its frames, which are too much to send to every rank."""
         render_mode = "rgb_array" if args.capture_video else None
-        result = evaluate(agent, replace(args, video_episodes=num_filmed), render_mode=render_mode)
+        # At half the size: at the full one, five long episodes would take four times the memory of the rollout.
+        result = evaluate(agent, replace(args, video_episodes=num_filmed), render_mode=render_mode, shrink=2)
         frames[:] = result.pop("frames")
         return result
 
     evaluation: dict[str, Any] = {}
-    latest = dict.fromkeys(EPISODE_METRICS, math.nan)  # of the last rollout in which an episode ended
+    latest_return, latest_rate = "?", "?"  # of the last rollout in which an episode ended
     signum = received_signal()
     while counters.update < args.num_updates and signum is None:
         started = time.perf_counter()
@@ -858,7 +867,7 @@ def learn(
                 *others, mb_advantages, mb_returns = minibatches
                 mb_advantages = normalize_advantages(mb_advantages.T, per_env=True).T  # one column per minibatch
                 minibatches = [*others, mb_advantages, mb_returns]
-            minibatches = [x[:, ranks.rank :: ranks.size] for x in minibatches]
+            minibatches = [x[:, ranks.rank :: ranks.size] for x in minibatches]  # this rank's rows
             epoch: list[torch.Tensor] = []
             for i in range(0, num_minibatches, per_call):
                 steps = take_steps([x[i : i + per_call] for x in minibatches])
@@ -867,6 +876,7 @@ def learn(
                     break
             check_gradients(postmortem, epoch, minibatches)
             step_metrics += epoch
+            del minibatches  # frees the memory before the next epoch's are made
             if len(epoch) < num_minibatches:
                 break
         counters.epochs += len(step_metrics) / num_minibatches
@@ -907,12 +917,13 @@ def learn(
         timing = {"sps": args.batch_size / seconds, "seconds": counters.seconds, "env_share": env_share,
                   "inference_share": 1 - env_share - update_share, "update_share": update_share}  # fmt: skip
         logger.write("timing.csv", counters.global_step, {f"time/{name}": value for name, value in timing.items()})
-        eta = (args.total_timesteps - counters.global_step) * counters.seconds / counters.global_step
+        eta = (args.num_updates - counters.update) * seconds
         best = f"{counters.best_success_rate:.0%}" if counters.best_success_rate >= 0 else "?"  # before an evaluation
-        latest = episodic if ended else latest
-        flags = "" if is_atari(args) else f"| flags {latest['success_rate']:>4.0%}, at best {best} "
+        if ended:
+            latest_return, latest_rate = f"{episodic['episodic_return']:.2f}", f"{episodic['success_rate']:.0%}"
+        flags = "" if is_atari(args) else f"| flags {latest_rate:>4}, at best {best} "
         logger.line(f"step {counters.global_step:>10,} | {timing['sps']:>7,.0f} steps/s | return "
-                    f"{latest['episodic_return']:>8.2f} {flags}| KL {record['train/approx_kl']:.4f} | "
+                    f"{latest_return:>8} {flags}| KL {record['train/approx_kl']:.4f} | "
                     f"{eta / 60:.1f} min left")  # fmt: skip
 
         # --- evaluate ---------------------------------------------------------------------------------
@@ -926,8 +937,8 @@ def learn(
             scores |= {f"eval_sampled/{name}": sampled[name] for name in names}
             logger.write("eval.csv", counters.global_step, scores)
             if args.capture_video and ranks.rank == 0:
-                log_video(logger, [frame[::2, ::2] for frame in frames], args.video_fps, counters.global_step)
-                frames.clear()  # they are more than the rollout
+                log_video(logger, frames, args.video_fps, counters.global_step)
+                frames.clear()  # they may be more than the rollout
             ranking = [np.nan_to_num(evaluation["success_rate"]).item(), evaluation["mean_return"]]
             if ranking > [counters.best_success_rate, counters.best_return]:
                 previous = replace(counters)
@@ -945,9 +956,13 @@ def learn(
             saved = save("latest.pt")
             if saved and args.keep_checkpoints and ranks.rank == 0:
                 kept = logdir / f"step_{counters.global_step}.pt"
+                copy = kept.with_suffix(".tmp")
                 with outlive_disk_errors(kept):
-                    shutil.copyfile(logdir / "latest.pt", kept.with_suffix(".tmp"))
-                    os.replace(kept.with_suffix(".tmp"), kept)
+                    try:
+                        shutil.copyfile(logdir / "latest.pt", copy)
+                        os.replace(copy, kept)
+                    finally:
+                        copy.unlink(missing_ok=True)  # of a full disk, a piece of it
 
     return finish(args, logger, counters, evaluation, signum, saved)
 
@@ -961,6 +976,10 @@ def finish(
     logger.close()
     if logger.silent:  # rank 0 speaks for all
         return result
+    if args.track:
+        import wandb
+
+        wandb.finish()  # else the next run of this process would be logged into this one
     with outlive_disk_errors(logdir / "curves.png"):
         plot_curves(logdir)
     if signum and counters.update < args.num_updates:
@@ -1042,6 +1061,7 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     path = find_checkpoint(play_args.logdir, play_args.checkpoint)
     checkpoint, logdir = load_checkpoint(path), Path(play_args.logdir or path.parent)
     args = replace(known_args(checkpoint["args"]), eval_episodes=1, num_envs=1, device="cpu")
+    torch.set_num_threads(args.torch_threads)
     trained = args
     for name in ("env_id", "max_episode_steps"):
         if getattr(play_args, name) is not None:
@@ -1218,6 +1238,11 @@ def load_weights(agent: Agent, checkpoint: dict[str, Any], path: Path) -> None:
         raise UsageError(f"{path} holds a policy of other inputs, actions or layers ({reason}).") from None
 
 
+def load_policy(agent: Agent, path: Path) -> None:
+    """Put the weights of a checkpoint into `agent`. Raises UsageError if they do not fit."""
+    load_weights(agent, load_checkpoint(path), path)
+
+
 def load_latest(logdir: Path, repair: bool = False) -> dict[str, Any]:
     """The checkpoint to resume from: latest.pt or, if that is damaged, latest.prev.pt.
 
@@ -1245,8 +1270,8 @@ def update_leaderboard(logdir: Path, args: Args, score: float | list[float], ste
     never edited.
     """
     logdir = logdir.resolve()  # "." has no name
-    # Longer runs compete with their like, and the best of many short evaluations is not that of few long ones.
-    of_one_run = (RESUMABLE - {"total_timesteps", "eval_every", "eval_episodes"}) | {"seed"}
+    # Longer runs compete with their like, and the best of many evaluations is not that of few.
+    of_one_run = (RESUMABLE - {"total_timesteps", "eval_every"}) | {"seed"}
     settings = {name: value for name, value in asdict(args).items() if name not in of_one_run}
     config_hash = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     folder = logdir.parent / "best" / f"{args.env_id.replace('/', '_')}__{config_hash}"
@@ -1508,7 +1533,8 @@ def check_finite(postmortem: Path, first_env: int, actions: torch.Tensor, **roll
             arrays: dict[str, Any] = {key: value.cpu() for key, value in rollout.items()}
             with outlive_disk_errors(postmortem):
                 np.savez(postmortem, actions=actions.cpu(), **arrays)
-            cause = t - 1 if name == "obs" else t  # the step whose action led to it; -1: it was in the last rollout
+            # The step whose action led to it; -1: it was in the last rollout.
+            cause = t - 1 if name in ("obs", "values") else t
             after = f", after action {actions[cause, n].tolist()}" if cause >= 0 else ""
             raise FloatingPointError(
                 f"{name} of environment {first_env + n}: a number is not finite at step {t} of the rollout{after}; the "
@@ -1526,8 +1552,8 @@ def check_gradients(postmortem: Path, steps: list[torch.Tensor], minibatches: li
         with outlive_disk_errors(postmortem):
             np.savez(postmortem, **arrays)
         raise FloatingPointError(
-            f"A gradient is not finite; it changed no weight, its minibatch is in {postmortem}, and latest.pt is from "
-            "before. A smaller --learning-rate may help."
+            f"A gradient is not finite; it changed no weight, and its minibatch is in {postmortem}. Resumed, the run "
+            "would fail again; a new one with a smaller --learning-rate may not."
         )
 
 
@@ -1536,7 +1562,7 @@ def hint(record: dict[str, float], progress: float, lowest_entropy: float) -> st
     kl, clip_fraction = record["train/approx_kl"], record["train/clip_fraction"]
     entropy, explained = record["train/entropy"], record["train/explained_variance"]
     if record["rollout/resets"] == 0:
-        return "no episode has ended yet, so there is no return to judge by: wait, or shorten the episodes."
+        return "no episode has ended yet: judge by the evaluations and rollout/mean_reward, or shorten the episodes."
     if record["train/advantage_std"] < 1e-4:
         return f"advantages differ by {record['train/advantage_std']:.0e} only: rewards are too rare or too small."
     if kl > 0.1 or clip_fraction > 0.5:
@@ -1630,8 +1656,12 @@ def check_continuation(args: Args, logdir: Path, checkpoint: dict[str, Any] | No
     if checkpoint is None and (logdir / "latest.pt").exists():
         raise UsageError(f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
     for name, saved in (checkpoint or {"args": {}})["args"].items():
-        if name not in RESUMABLE and getattr(args, name, None) != saved:
-            raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name, None)}.")
+        if name not in Args.__dataclass_fields__:
+            raise UsageError(
+                f"{logdir} was begun with {flag(name)} {saved}, which this script lacks: go on with that one."
+            )
+        if name not in RESUMABLE and getattr(args, name) != saved:
+            raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name)}.")
     if checkpoint is not None:
         done, ranks = checkpoint["counters"]["update"], len(checkpoint["ranks"])
         if ranks != world_size():
@@ -1681,7 +1711,11 @@ class DamagedError(UsageError):
 
 
 def known_args(values: dict[str, Any]) -> Args:
-    """Args from saved values; those that this copy of the script no longer has are left out."""
+    """Args from saved values; those that this copy of the script no longer has are left out. A warning names those that
+    it has gained since, and which have their defaults."""
+    gained = [flag(name) for name in Args.__dataclass_fields__ if name not in values]
+    if gained and own_rank() == 0:
+        complain(f"warning: saved before {', '.join(gained)} existed: at the default, unless given now.")
     return Args(**{name: value for name, value in values.items() if name in Args.__dataclass_fields__})
 
 
@@ -1780,6 +1814,10 @@ def validate(args: Args) -> None:
         raise UsageError(
             f"--minibatch-growth {args.minibatch_growth} must divide --num-minibatches {args.num_minibatches}; 1 does."
         )
+    if args.init_from is not None and not args.resume:
+        vec_env = make_envs(replace(args, num_envs=1))
+        load_policy(Agent(vec_env, args), Path(args.init_from))
+        vec_env.close()
 
 
 def check_environment(args: Args) -> None:
@@ -1815,6 +1853,9 @@ def explain(args: Args) -> dict[str, Any]:
             return result
         sps = read_csv(Path(scratch) / "run" / "timing.csv")["time/sps"][-1]
     announce(output.getvalue().partition(", folder")[0].replace(": 3 updates", f": {args.num_updates} updates"))
+    for line in output.getvalue().splitlines():
+        if line.startswith("warning: "):
+            announce(line)
     minutes = args.num_updates * args.batch_size / sps / 60
     announce(f"{sps:,.0f} steps/s in a probe: about {minutes:.1f} minutes without the evaluations")
     return result

@@ -37,6 +37,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 import zipfile
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -230,7 +231,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 # What a resumed run may change; any other difference would make it another run.
 RESUMABLE = {"total_timesteps", "logdir", "resume", "device", "torch_threads", "num_workers", "eval_every",
-             "eval_episodes", "save_every", "track", "capture_video", "hints", "explain"}  # fmt: skip
+             "save_every", "track", "capture_video", "hints", "explain"}  # fmt: skip
 
 
 # ==========================================================================================================
@@ -436,8 +437,8 @@ def adam_step(
         step += 1
         mean += (1 - 0.9) * (gradient - mean)
         square += (1 - 0.999) * (gradient**2 - square)
-        # Both means began at 0; their corrections are single numbers (end of the paper's section 2). exp(step log beta)
-        # is beta**step, without the C library's pow, which takes an eighth of a compiled step where 0.9**step vanishes.
+        # Both means began at 0; their corrections are single numbers (end of the paper's section 2). beta**step is
+        # written as exp(step log beta): once 0.9**step is too small for a float, C's pow costs an eighth of a step.
         correction = (1 - torch.exp(step * math.log(0.999))).sqrt()
         rate = rate * correction / (1 - torch.exp(step * math.log(0.9)))
         vector -= rate * mean / (square.sqrt() + 1e-5 * correction)  # detail 3
@@ -756,7 +757,11 @@ def learn(
     if args.track and ranks.rank == 0:
         import wandb
 
-        wandb.init(project=SCRIPT, name=logdir.name, config=asdict(args), sync_tensorboard=True)
+        run_id = logdir / "wandb_id"  # by which a resumed run finds its curves
+        if not run_id.exists():
+            run_id.write_text(uuid.uuid4().hex)
+        wandb.init(project=SCRIPT, name=logdir.name, id=run_id.read_text(), resume="allow", config=asdict(args),
+                   allow_val_change=True, sync_tensorboard=True)  # fmt: skip
     logger = Logger(logdir, counters.global_step, silent=ranks.rank > 0)
     saved = checkpoint is not None or save("latest.pt")  # from here on a killed run can be resumed
 
@@ -765,7 +770,7 @@ def learn(
         return next((number for number in ranks.gather_objects(interrupt.signum) if number), None)
 
     evaluation: dict[str, Any] = {}
-    latest_return = math.nan  # of the last rollout in which an episode ended
+    latest_return = "?"  # of the last rollout in which an episode ended
     signum = received_signal()
     while counters.update < args.num_updates and not counters.compliant and signum is None:
         started = time.perf_counter()
@@ -777,6 +782,7 @@ def learn(
             ent_coef.fill_(args.ent_coef * (1 - progress))
 
         # --- collect ----------------------------------------------------------------------------------
+        # Each rank draws the numbers of all environments and uses its own, so that the ranks' generators stay alike.
         noise = gumbel_noise((num_steps, args.num_envs, num_actions), device)
         noise = noise[:, first_env : first_env + num_envs]
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
@@ -839,7 +845,7 @@ def learn(
                 *others, mb_advantages, mb_returns = minibatches
                 mb_advantages = normalize_advantages(mb_advantages.T, per_env=True).T  # one column per minibatch
                 minibatches = [*others, mb_advantages, mb_returns]
-            minibatches = [x[:, ranks.rank :: ranks.size] for x in minibatches]
+            minibatches = [x[:, ranks.rank :: ranks.size] for x in minibatches]  # this rank's rows
             epoch: list[torch.Tensor] = []
             for i in range(0, args.num_minibatches, per_call):
                 steps = take_steps([x[i : i + per_call] for x in minibatches])
@@ -848,6 +854,7 @@ def learn(
                     break
             check_gradients(postmortem, epoch, minibatches)
             step_metrics += epoch
+            del minibatches  # frees the memory before the next epoch's are made
             if len(epoch) < args.num_minibatches:
                 break
         counters.epochs += len(step_metrics) / args.num_minibatches
@@ -893,11 +900,11 @@ def learn(
         timing = {"sps": args.batch_size / seconds, "seconds": counters.seconds, "env_share": env_share,
                   "inference_share": 1 - env_share - update_share, "update_share": update_share}  # fmt: skip
         logger.write("timing.csv", counters.global_step, {f"time/{name}": value for name, value in timing.items()})
-        eta = (args.total_timesteps - counters.global_step) * counters.seconds / counters.global_step
+        eta = (args.num_updates - counters.update) * seconds
         best = f"{counters.best_return:.2f}" if counters.best_return > -math.inf else "?"  # before an evaluation
-        latest_return = episodic["episodic_return"] if ended else latest_return
+        latest_return = f"{episodic['episodic_return']:.2f}" if ended else latest_return
         logger.line(f"step {counters.global_step:>10,} | {timing['sps']:>7,.0f} steps/s | return "
-                    f"{latest_return:>9.2f} | best evaluation {best:>9} | KL "
+                    f"{latest_return:>9} | best evaluation {best:>9} | KL "
                     f"{record['train/approx_kl']:.4f} | {eta / 60:.1f} min left")  # fmt: skip
 
         # --- evaluate ---------------------------------------------------------------------------------
@@ -916,7 +923,7 @@ def learn(
             cells = {f"eval/{name}": cell[0] for name, cell in evaluation["cells"].items()}
             logger.write("eval.csv", counters.global_step, scores | cells)
             if counters.compliant or evaluation["score"] > counters.best_return:  # confirmed counts more than a return
-                previous = replace(counters)
+                previous = replace(counters, compliant=False)  # a policy that is nowhere confirms nothing
                 counters.best_return, counters.best_step = evaluation["score"], counters.global_step
                 if not save("best.pt"):  # the next good evaluation tries again
                     counters = previous
@@ -947,6 +954,10 @@ def finish(
     logger.close()
     if logger.silent:  # rank 0 speaks for all
         return result
+    if args.track:
+        import wandb
+
+        wandb.finish()  # else the next run of this process would be logged into this one
     with outlive_disk_errors(logdir / "curves.png"):
         plot_curves(logdir)
     if signum and counters.update < args.num_updates and not counters.compliant:
@@ -1107,8 +1118,8 @@ def order_args(args: SearchArgs, base: Args, order: int) -> Args:
     return replace(
         base, workflow=",".join(ORDERS[order]), seed=args.seed, total_timesteps=steps, num_envs=args.n_envs,
         num_steps=args.update_every_steps, num_minibatches=1, learning_rate=args.learning_rate, anneal_lr=True,
-        eval_every=0, save_every=steps // 4, compliance_threshold=args.compliance_threshold,
-        min_episodes=args.min_episodes,
+        eval_every=0, eval_episodes=Args.eval_episodes, capture_video=False, save_every=steps // 4,
+        compliance_threshold=args.compliance_threshold, min_episodes=args.min_episodes,
     )  # fmt: skip
 
 
@@ -1250,7 +1261,10 @@ def explore(args: SearchArgs, base: Args, logdir: Path, known: dict[str, Any], i
 
     def save() -> None:
         temporary = logdir / "history.tmp"
-        temporary.write_text(json.dumps(known, indent=1))
+        with open(temporary, "w") as file:
+            file.write(json.dumps(known, indent=1))
+            file.flush()
+            os.fsync(file.fileno())  # after a power cut, the new name must not stand for an empty file
         os.replace(temporary, logdir / "history.json")
 
     save()
@@ -1276,11 +1290,12 @@ def explore(args: SearchArgs, base: Args, logdir: Path, known: dict[str, Any], i
     if interrupt.signum:
         announce(f"The search has stopped; continue it with search --resume --logdir {logdir}")
         return interrupt.signum
-    with open(logdir / "search.csv", "w", newline="") as stream:
+    with outlive_disk_errors(logdir / "search.csv"), open(logdir / "search.csv", "w", newline="") as stream:
         writer = csv.DictWriter(stream, history[-1], extrasaction="ignore", lineterminator="\n")
         writer.writeheader()
         writer.writerows(record | {"checkpoint": str(checkpoint_of(record, logdir))} for record in history)
-    plot_search(args, history, baseline, logdir / "search.png")
+    with outlive_disk_errors(logdir / "search.png"):
+        plot_search(args, history, baseline, logdir / "search.png")
     if baseline is not None:
         different = ", ".join(f"{flag(name)} {value}" for name, value in baseline["trained_with"].items())
         announce(f"\nWithout a workflow: return {baseline['mean_return']:.2f} +- {baseline['standard_error']:.2f}"
@@ -1453,6 +1468,7 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     args = known_args(checkpoint["args"])
     if play_args.workflow is not None and args.workflow is None:
         raise UsageError(f"--workflow {play_args.workflow} means nothing to a policy trained without workflows.")
+    torch.set_num_threads(args.torch_threads)
     chosen = {key: getattr(play_args, key) for key in ("red_agent", "version", "workflow", "max_steps")}
     args = replace(args, device="cpu", **{key: value for key, value in chosen.items() if value is not None})
     check_environment(args)
@@ -1729,8 +1745,8 @@ def update_leaderboard(logdir: Path, args: Args, score: float | list[float], ste
     never edited.
     """
     logdir = logdir.resolve()  # "." has no name
-    # Longer runs compete with their like, and the best of many short evaluations is not that of few long ones.
-    of_one_run = (RESUMABLE - {"total_timesteps", "eval_every", "eval_episodes"}) | {"seed"}
+    # Longer runs compete with their like, and the best of many evaluations is not that of few.
+    of_one_run = (RESUMABLE - {"total_timesteps", "eval_every"}) | {"seed"}
     settings = {name: value for name, value in asdict(args).items() if name not in of_one_run}
     config_hash = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     folder = logdir.parent / "best" / f"{args.env_id.replace('/', '_')}__{config_hash}"
@@ -1975,7 +1991,8 @@ def check_finite(postmortem: Path, first_env: int, actions: torch.Tensor, **roll
             arrays: dict[str, Any] = {key: value.cpu() for key, value in rollout.items()}
             with outlive_disk_errors(postmortem):
                 np.savez(postmortem, actions=actions.cpu(), **arrays)
-            cause = t - 1 if name == "obs" else t  # the step whose action led to it; -1: it was in the last rollout
+            # The step whose action led to it; -1: it was in the last rollout.
+            cause = t - 1 if name in ("obs", "values") else t
             after = f", after action {actions[cause, n].tolist()}" if cause >= 0 else ""
             raise FloatingPointError(
                 f"{name} of environment {first_env + n}: a number is not finite at step {t} of the rollout{after}; the "
@@ -1993,8 +2010,8 @@ def check_gradients(postmortem: Path, steps: list[torch.Tensor], minibatches: li
         with outlive_disk_errors(postmortem):
             np.savez(postmortem, **arrays)
         raise FloatingPointError(
-            f"A gradient is not finite; it changed no weight, its minibatch is in {postmortem}, and latest.pt is from "
-            "before. A smaller --learning-rate may help."
+            f"A gradient is not finite; it changed no weight, and its minibatch is in {postmortem}. Resumed, the run "
+            "would fail again; a new one with a smaller --learning-rate may not."
         )
 
 
@@ -2003,7 +2020,7 @@ def hint(record: dict[str, float], progress: float, lowest_entropy: float) -> st
     kl, clip_fraction = record["train/approx_kl"], record["train/clip_fraction"]
     entropy, explained = record["train/entropy"], record["train/explained_variance"]
     if record["rollout/resets"] == 0:
-        return "no episode has ended yet, so there is no return to judge by: wait, or shorten the episodes."
+        return "no episode has ended yet: judge by the evaluations and rollout/mean_reward, or shorten the episodes."
     if record["train/advantage_std"] < 1e-4:
         return f"advantages differ by {record['train/advantage_std']:.0e} only: rewards are too rare or too small."
     if kl > 0.1 or clip_fraction > 0.5:
@@ -2094,8 +2111,12 @@ def check_continuation(args: Args, logdir: Path, checkpoint: dict[str, Any] | No
     if checkpoint is None and (logdir / "latest.pt").exists():
         raise UsageError(f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
     for name, saved in (checkpoint or {"args": {}})["args"].items():
-        if name not in RESUMABLE and getattr(args, name, None) != saved:
-            raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name, None)}.")
+        if name not in Args.__dataclass_fields__:
+            raise UsageError(
+                f"{logdir} was begun with {flag(name)} {saved}, which this script lacks: go on with that one."
+            )
+        if name not in RESUMABLE and getattr(args, name) != saved:
+            raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name)}.")
     if checkpoint is not None:
         done, ranks = checkpoint["counters"]["update"], len(checkpoint["ranks"])
         if ranks != world_size():
@@ -2136,7 +2157,11 @@ class DamagedError(UsageError):
 
 
 def known_args(values: dict[str, Any]) -> Args:
-    """Args from saved values; those that this copy of the script no longer has are left out."""
+    """Args from saved values; those that this copy of the script no longer has are left out. A warning names those that
+    it has gained since, and which have their defaults."""
+    gained = [flag(name) for name in Args.__dataclass_fields__ if name not in values]
+    if gained and own_rank() == 0:
+        complain(f"warning: saved before {', '.join(gained)} existed: at the default, unless given now.")
     return Args(**{name: value for name, value in values.items() if name in Args.__dataclass_fields__})
 
 
@@ -2284,6 +2309,9 @@ def explain(args: Args) -> dict[str, Any]:
             return result
         sps = read_csv(Path(scratch) / "run" / "timing.csv")["time/sps"][-1]
     announce(output.getvalue().partition(", folder")[0].replace(": 3 updates", f": {args.num_updates} updates"))
+    for line in output.getvalue().splitlines():
+        if line.startswith("warning: "):
+            announce(line)
     minutes = args.num_updates * args.batch_size / sps / 60
     announce(f"{sps:,.0f} steps/s in a probe: about {minutes:.1f} minutes without the evaluations")
     return result

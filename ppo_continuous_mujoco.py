@@ -35,6 +35,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -81,6 +82,8 @@ class Args:
     """run folder; default runs/{env_id}__{script}__{seed}__{time}"""
     resume: bool = False
     """continue the run in --logdir from its latest.pt"""
+    init_from: str | None = None
+    """checkpoint whose policy, critic and normalisation of observations the run starts from"""
     device: str = "cpu"
     """torch device: cpu, cuda, cuda:1, ... (networks this small are faster on a CPU)"""
     torch_threads: int = 1
@@ -108,11 +111,11 @@ class Args:
     num_envs: int = 16
     """parallel environments N"""
     num_workers: int | None = None
-    """threads (batch) or processes (subproc) that step the environments; default: the CPU cores"""
+    """threads (batch) or processes (subproc) that step the environments, of each rank; default: the CPU cores"""
     vec_env: Literal["auto", "batch", "subproc", "sync", "async"] = "auto"
     """batch: mujoco.batch threads (v5 tasks); subproc: our processes; sync, async: Gymnasium's; auto: batch, subproc"""
     reset_steps: int | None = None
-    """time limit of an episode in steps (a truncation), in evaluation too; default: the task's own"""
+    """time limit of episodes in steps (a truncation); default: the task's own, in evaluation 1000 if it has none"""
     norm_obs: bool = True
     """normalise observations by their running mean and standard deviation"""
     norm_reward: bool = True
@@ -220,7 +223,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 # What a resumed run may change; any other difference would make it another run.
 RESUMABLE = {"total_timesteps", "logdir", "resume", "device", "torch_threads", "num_workers", "eval_every",
-             "eval_episodes", "save_every", "track", "capture_video", "hints", "explain"}  # fmt: skip
+             "save_every", "track", "capture_video", "hints", "explain"}  # fmt: skip
 
 
 # ==========================================================================================================
@@ -426,8 +429,8 @@ def adam_step(
         step += 1
         mean += (1 - 0.9) * (gradient - mean)
         square += (1 - 0.999) * (gradient**2 - square)
-        # Both means began at 0; their corrections are single numbers (end of the paper's section 2). exp(step log beta)
-        # is beta**step, without the C library's pow, which takes an eighth of a compiled step where 0.9**step vanishes.
+        # Both means began at 0; their corrections are single numbers (end of the paper's section 2). beta**step is
+        # written as exp(step log beta): once 0.9**step is too small for a float, C's pow costs an eighth of a step.
         correction = (1 - torch.exp(step * math.log(0.999))).sqrt()
         rate = rate * correction / (1 - torch.exp(step * math.log(0.9)))
         vector -= rate * mean / (square.sqrt() + 1e-5 * correction)  # detail 3
@@ -486,7 +489,8 @@ def make_envs(
     if kind == "sync" or render_mode is not None:
         vec_env = SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
     elif kind == "async":
-        # Ctrl-C and a closed terminal reach its workers too, which must ignore them; SIGTERM is for it to send.
+        # Ctrl-C and a closed terminal reach its workers too; they must ignore both, and inherit that from here. Not
+        # SIGTERM, by which AsyncVectorEnv ends them.
         in_main_thread = threading.current_thread() is threading.main_thread()
         meant_for_us = (signal.SIGINT, signal.SIGHUP) if in_main_thread else ()
         handlers = {signum: signal.signal(signum, signal.SIG_IGN) for signum in meant_for_us}
@@ -506,13 +510,19 @@ def make_envs(
     return vec_env
 
 
-def observation_statistics(vec_env: VectorEnv) -> dict[str, Any]:
-    """The running mean, variance and count of observations; empty if they are not normalised."""
+def observation_normalizer(vec_env: VectorEnv) -> NormalizeObservation | None:
+    """The wrapper that normalises observations, if there is one."""
     while isinstance(vec_env, VectorWrapper):
         if isinstance(vec_env, NormalizeObservation):
-            return vec_env.own_state()
+            return vec_env
         vec_env = vec_env.env
-    return {}
+    return None
+
+
+def observation_statistics(vec_env: VectorEnv) -> dict[str, Any]:
+    """The running mean, variance and count of observations; empty if they are not normalised."""
+    normalizer = observation_normalizer(vec_env)
+    return {} if normalizer is None else normalizer.own_state()
 
 
 @torch.no_grad()
@@ -723,6 +733,8 @@ def learn(
 
     counters = Counters()
     episode_returns, episode_lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=np.int64)  # under way
+    if checkpoint is None and args.init_from is not None:
+        load_policy(agent, vec_env, args, Path(args.init_from))
     env_obs, _ = vec_env.reset(seed=args.seed + first_env)
     if checkpoint is not None:
         counters = Counters(**checkpoint["counters"])
@@ -750,7 +762,11 @@ def learn(
     if args.track and ranks.rank == 0:
         import wandb
 
-        wandb.init(project=SCRIPT, name=logdir.name, config=asdict(args), sync_tensorboard=True)
+        run_id = logdir / "wandb_id"  # by which a resumed run finds its curves
+        if not run_id.exists():
+            run_id.write_text(uuid.uuid4().hex)
+        wandb.init(project=SCRIPT, name=logdir.name, id=run_id.read_text(), resume="allow", config=asdict(args),
+                   allow_val_change=True, sync_tensorboard=True)  # fmt: skip
     logger = Logger(logdir, counters.global_step, silent=ranks.rank > 0)
     saved = checkpoint is not None or save("latest.pt")  # from here on a killed run can be resumed
 
@@ -763,7 +779,7 @@ def learn(
         return agent.get_value(observations).where(observations.isfinite().all(-1), math.nan)
 
     evaluation: dict[str, Any] = {}
-    latest_return = math.nan  # of the last rollout in which an episode ended
+    latest_return = "?"  # of the last rollout in which an episode ended
     signum = received_signal()
     while counters.update < args.num_updates and signum is None:
         started = time.perf_counter()
@@ -776,6 +792,7 @@ def learn(
             rate.fill_(learning_rate * annealing)
 
         # --- collect ----------------------------------------------------------------------------------
+        # Each rank draws the numbers of all environments and uses its own, so that the ranks' generators stay alike.
         noise = torch.randn((num_steps, args.num_envs, *action_space.shape), device=device)
         noise = noise[:, first_env : first_env + num_envs]
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
@@ -819,15 +836,17 @@ def learn(
         check_finite(postmortem, first_env, actions, obs=obs, rewards=rewards, next_values=next_values)
 
         # --- advantages -------------------------------------------------------------------------------
-        gae_rewards, deaths, cut, gamma = rewards, terminations, truncations, args.gamma
+        gae_rewards, gae_terminations, gae_truncations, gamma = rewards, terminations, truncations, args.gamma
         if args.average_reward:  # differential values: delta = r - rho + V(s') - V(s), without gamma
             weight = args.average_reward_rate if counters.update > 1 else 1.0
             counters.average_reward += weight * (float(ranks.gather(rewards).mean()) - counters.average_reward)
             gae_rewards, gamma = rewards - counters.average_reward, 1.0
             # A fall does not end the task, which goes on from the reset: only here are next_values those of a reset
             # state. An episode that falls in the very step of its time limit counts as fallen.
-            deaths, cut = torch.zeros_like(terminations), truncations & ~terminations
-        advantages, returns = compute_gae(gae_rewards, values, next_values, deaths, cut, gamma, args.gae_lambda)
+            gae_terminations, gae_truncations = torch.zeros_like(terminations), truncations & ~terminations
+        advantages, returns = compute_gae(
+            gae_rewards, values, next_values, gae_terminations, gae_truncations, gamma, args.gae_lambda
+        )
         b_obs, b_actions, b_log_probs, b_values, b_advantages, b_returns = map(
             ranks.gather, (obs, actions, log_probs, values, advantages, returns)
         )
@@ -847,7 +866,7 @@ def learn(
                 *others, mb_advantages, mb_returns = minibatches
                 mb_advantages = normalize_advantages(mb_advantages.T, per_env=True).T  # one column per minibatch
                 minibatches = [*others, mb_advantages, mb_returns]
-            minibatches = [x[:, ranks.rank :: ranks.size] for x in minibatches]
+            minibatches = [x[:, ranks.rank :: ranks.size] for x in minibatches]  # this rank's rows
             epoch: list[torch.Tensor] = []
             for i in range(0, args.num_minibatches, per_call):
                 steps = take_steps([x[i : i + per_call] for x in minibatches])
@@ -856,6 +875,7 @@ def learn(
                     break
             check_gradients(postmortem, epoch, minibatches)
             step_metrics += epoch
+            del minibatches  # frees the memory before the next epoch's are made
             if len(epoch) < args.num_minibatches:
                 break
         with torch.no_grad():
@@ -901,11 +921,11 @@ def learn(
         timing = {"sps": args.batch_size / seconds, "seconds": counters.seconds, "env_share": env_share,
                   "inference_share": 1 - env_share - update_share, "update_share": update_share}  # fmt: skip
         logger.write("timing.csv", counters.global_step, {f"time/{name}": value for name, value in timing.items()})
-        eta = (args.total_timesteps - counters.global_step) * counters.seconds / counters.global_step
+        eta = (args.num_updates - counters.update) * seconds
         best = f"{counters.best_return:.2f}" if counters.best_return > -math.inf else "?"  # before an evaluation
-        latest_return = episodic["episodic_return"] if ended else latest_return
+        latest_return = f"{episodic['episodic_return']:.2f}" if ended else latest_return
         logger.line(f"step {counters.global_step:>10,} | {timing['sps']:>7,.0f} steps/s | return "
-                    f"{latest_return:>9.2f} | best evaluation {best:>9} | KL "
+                    f"{latest_return:>9} | best evaluation {best:>9} | KL "
                     f"{record['train/approx_kl']:.4f} | {eta / 60:.1f} min left")  # fmt: skip
 
         # --- evaluate ---------------------------------------------------------------------------------
@@ -949,6 +969,10 @@ def finish(
     logger.close()
     if logger.silent:  # rank 0 speaks for all
         return result
+    if args.track:
+        import wandb
+
+        wandb.finish()  # else the next run of this process would be logged into this one
     with outlive_disk_errors(logdir / "curves.png"):
         plot_curves(logdir)
     if signum and counters.update < args.num_updates:
@@ -1018,6 +1042,7 @@ def play(play_args: PlayArgs) -> dict[str, Any]:
     path = find_checkpoint(play_args.logdir, play_args.checkpoint)
     checkpoint, logdir = load_checkpoint(path), Path(play_args.logdir or path.parent)
     args = replace(known_args(checkpoint["args"]), eval_episodes=1, num_envs=1, device="cpu")
+    torch.set_num_threads(args.torch_threads)
     check_environment(args)
     if play_args.save_gif:
         check_pictures(args)
@@ -1188,6 +1213,18 @@ def load_weights(agent: Agent, checkpoint: dict[str, Any], path: Path) -> None:
         raise UsageError(f"{path} holds a policy of other inputs, actions or layers ({reason}).") from None
 
 
+def load_policy(agent: Agent, vec_env: VectorEnv, args: Args, path: Path) -> None:
+    """Put the weights of a checkpoint into `agent` and its statistics of observations, without which they are worth
+    nothing, into `vec_env`. Raises UsageError if they do not fit."""
+    checkpoint = load_checkpoint(path)
+    load_weights(agent, checkpoint, path)
+    normalizer, statistics = observation_normalizer(vec_env), to_arrays(checkpoint["observation_statistics"])
+    if (normalizer is None) != (statistics == {}):
+        raise UsageError(f"{path} was trained with --{'no-' if normalizer else ''}norm-obs; it takes that here too.")
+    if normalizer is not None:
+        normalizer.set_own_state(statistics)
+
+
 def load_latest(logdir: Path, repair: bool = False) -> dict[str, Any]:
     """The checkpoint to resume from: latest.pt or, if that is damaged, latest.prev.pt.
 
@@ -1215,8 +1252,8 @@ def update_leaderboard(logdir: Path, args: Args, score: float | list[float], ste
     never edited.
     """
     logdir = logdir.resolve()  # "." has no name
-    # Longer runs compete with their like, and the best of many short evaluations is not that of few long ones.
-    of_one_run = (RESUMABLE - {"total_timesteps", "eval_every", "eval_episodes"}) | {"seed"}
+    # Longer runs compete with their like, and the best of many evaluations is not that of few.
+    of_one_run = (RESUMABLE - {"total_timesteps", "eval_every"}) | {"seed"}
     settings = {name: value for name, value in asdict(args).items() if name not in of_one_run}
     config_hash = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:12]
     folder = logdir.parent / "best" / f"{args.env_id.replace('/', '_')}__{config_hash}"
@@ -1461,7 +1498,8 @@ def check_finite(postmortem: Path, first_env: int, actions: torch.Tensor, **roll
             arrays: dict[str, Any] = {key: value.cpu() for key, value in rollout.items()}
             with outlive_disk_errors(postmortem):
                 np.savez(postmortem, actions=actions.cpu(), **arrays)
-            cause = t - 1 if name == "obs" else t  # the step whose action led to it; -1: it was in the last rollout
+            # The step whose action led to it; -1: it was in the last rollout.
+            cause = t - 1 if name in ("obs", "values") else t
             after = f", after action {actions[cause, n].tolist()}" if cause >= 0 else ""
             raise FloatingPointError(
                 f"{name} of environment {first_env + n}: a number is not finite at step {t} of the rollout{after}; the "
@@ -1479,8 +1517,8 @@ def check_gradients(postmortem: Path, steps: list[torch.Tensor], minibatches: li
         with outlive_disk_errors(postmortem):
             np.savez(postmortem, **arrays)
         raise FloatingPointError(
-            f"A gradient is not finite; it changed no weight, its minibatch is in {postmortem}, and latest.pt is from "
-            "before. A smaller --learning-rate may help."
+            f"A gradient is not finite; it changed no weight, and its minibatch is in {postmortem}. Resumed, the run "
+            "would fail again; a new one with a smaller --learning-rate may not."
         )
 
 
@@ -1489,7 +1527,7 @@ def hint(record: dict[str, float], progress: float, lowest_entropy: float) -> st
     kl, clip_fraction = record["train/approx_kl"], record["train/clip_fraction"]
     entropy, explained = record["train/entropy"], record["train/explained_variance"]
     if record["rollout/resets"] == 0:
-        return "no episode has ended yet, so there is no return to judge by: wait, or shorten the episodes."
+        return "no episode has ended yet: judge by the evaluations and rollout/mean_reward, or shorten the episodes."
     if record["train/advantage_std"] < 1e-4:
         return f"advantages differ by {record['train/advantage_std']:.0e} only: rewards are too rare or too small."
     if kl > 0.1 or clip_fraction > 0.5:
@@ -1580,8 +1618,12 @@ def check_continuation(args: Args, logdir: Path, checkpoint: dict[str, Any] | No
     if checkpoint is None and (logdir / "latest.pt").exists():
         raise UsageError(f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
     for name, saved in (checkpoint or {"args": {}})["args"].items():
-        if name not in RESUMABLE and getattr(args, name, None) != saved:
-            raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name, None)}.")
+        if name not in Args.__dataclass_fields__:
+            raise UsageError(
+                f"{logdir} was begun with {flag(name)} {saved}, which this script lacks: go on with that one."
+            )
+        if name not in RESUMABLE and getattr(args, name) != saved:
+            raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name)}.")
     if checkpoint is not None:
         done, ranks = checkpoint["counters"]["update"], len(checkpoint["ranks"])
         if ranks != world_size():
@@ -1622,7 +1664,11 @@ class DamagedError(UsageError):
 
 
 def known_args(values: dict[str, Any]) -> Args:
-    """Args from saved values; those that this copy of the script no longer has are left out."""
+    """Args from saved values; those that this copy of the script no longer has are left out. A warning names those that
+    it has gained since, and which have their defaults."""
+    gained = [flag(name) for name in Args.__dataclass_fields__ if name not in values]
+    if gained and own_rank() == 0:
+        complain(f"warning: saved before {', '.join(gained)} existed: at the default, unless given now.")
     return Args(**{name: value for name, value in values.items() if name in Args.__dataclass_fields__})
 
 
@@ -1736,6 +1782,10 @@ def validate(args: Args) -> None:
     require_flag(args, "anneal_lr", "lr_decay")
     if args.capture_video:
         check_pictures(args)
+    if args.init_from is not None and not args.resume:
+        vec_env = make_envs(replace(args, num_envs=1))
+        load_policy(Agent(vec_env, args), vec_env, args, Path(args.init_from))
+        vec_env.close()
 
 
 def check_environment(args: Args) -> None:
@@ -1795,6 +1845,9 @@ def explain(args: Args) -> dict[str, Any]:
             return result
         sps = read_csv(Path(scratch) / "run" / "timing.csv")["time/sps"][-1]
     announce(output.getvalue().partition(", folder")[0].replace(": 3 updates", f": {args.num_updates} updates"))
+    for line in output.getvalue().splitlines():
+        if line.startswith("warning: "):
+            announce(line)
     minutes = args.num_updates * args.batch_size / sps / 60
     announce(f"{sps:,.0f} steps/s in a probe: about {minutes:.1f} minutes without the evaluations")
     return result

@@ -44,6 +44,9 @@ def measure(logdir: Path, episodes: int) -> dict[str, Any]:
     args = replace(script.known_args(checkpoint["args"]), eval_episodes=episodes)
     if args.red_agent != "mixed" or args.max_steps != 100 or args.finite_horizon:
         raise script.UsageError(f"{logdir} has not all nine cells: --red-agent, --max-steps, --finite-horizon differ.")
+    for name in ("green", "wrapper", "memory", "actions", "workflow"):  # what the page says of all
+        if getattr(args, name) != getattr(script.Args, name):
+            raise script.UsageError(f"{logdir} has {script.flag(name)} {getattr(args, name)}, unlike the others.")
     agent = script.Agent(script.make_envs(replace(args, num_envs=1)), args)
     agent.load_state_dict(checkpoint["agent"])
     curve, timing = script.read_csv(logdir / "eval.csv"), script.read_csv(logdir / "timing.csv")

@@ -39,8 +39,8 @@ from benchmarks.common import (
 )
 
 SETTINGS = {  # name -> (num_envs, minibatch, updates of ours, updates of SB3)
-    "25 environments x 100 steps, minibatch 2,500, 4 epochs": (25, 2500, 60, 4),
-    "256 environments x 100 steps, minibatch 3,200, 4 epochs": (256, 3200, 10, 1),
+    "25 environments x 100 steps, minibatch 2,500, 4 epochs": (25, 2500, 60, 30),
+    "256 environments x 100 steps, minibatch 3,200, 4 epochs": (256, 3200, 10, 5),
 }
 CANDIDATES = ("ours: batch", "ours: batch, 2 threads", "ours: batch, memory", "ours: batch, memory, 2 threads",
               "ours: batch, no compile", "ours: subproc", "SB3: dummy", "SB3: dummy, 2 threads",
@@ -89,7 +89,7 @@ def measure_ours(variant: str, num_envs: int, minibatch: int, updates: int) -> d
 
 
 def measure_sb3(variant: str, num_envs: int, minibatch: int, updates: int) -> dict[str, float]:
-    """SB3's PPO on `Cage2Env`, in this process or one process per environment; the first update does not count."""
+    """SB3's PPO on `Cage2Env`, in this process or one process per environment; the first updates do not count."""
     import torch
     from stable_baselines3 import PPO
     from stable_baselines3.common.env_util import make_vec_env
@@ -114,7 +114,7 @@ def measure_sb3(variant: str, num_envs: int, minibatch: int, updates: int) -> di
     model = PPO(
         "MlpPolicy", vec_env, n_steps=100, batch_size=minibatch, n_epochs=4, ent_coef=0.01, device="cpu", seed=1
     )
-    sb3_seconds(model, 1)
+    sb3_seconds(model, 3)
     cpu, seconds = cpu_seconds(), sum(sb3_seconds(model, updates))
     cpu, steps = cpu_seconds() - cpu, updates * num_envs * 100
     vec_env.close()
@@ -144,7 +144,8 @@ def main() -> None:
     info = machine_info(["torch", "gymnasium", "numpy", "numba", "stable-baselines3"])
     data: dict[str, Any] = {"machine": info, "rows": [], "results": {}}
     page = "# Whole-loop training throughput on CAGE2\n\n`python -m benchmarks.cage2_loop`: environment steps per " + (
-        f"second, median of {rounds} interleaved rounds; ratios are medians of the ratios within rounds.\n"
+        f"second, median of {rounds} interleaved rounds; ratios are medians of the ratios within rounds, shares of "
+        "time are of the last round.\n"
     )
     for setting in list(SETTINGS)[: 1 if options.quick else 2]:
         last: dict[str, Any] = {}
@@ -157,6 +158,7 @@ def main() -> None:
         data["rows"] += rows_of(setting, speeds, peers)
         data["results"][setting] = last
         rows = []
+        info.pop("load_average_after", None)  # of the setting before
         for name in names:
             one = last[name]
             shares = [
@@ -170,6 +172,7 @@ def main() -> None:
         header = ["loop", "steps/s", "min - max", "per CPU second", f"x {reference}",
                   "environment / inference / update"]  # fmt: skip
         page += f"\n## {setting}\n\n" + markdown_table(header, rows)
+        page += f"\nTimed over {SETTINGS[setting][2]} updates of ours and {SETTINGS[setting][3]} of SB3's.\n"
         folder = QUICK_RESULTS if options.quick else RESULTS
         write_results("cage2_loop", data, page + "\n" + machine_line(info), folder)
 

@@ -444,6 +444,10 @@ def write_page(folder: Path, replays: int) -> None:
         if not path.exists():
             continue
         tables[red] = json.loads(path.read_text())
+        if len(tables[red]["orders"]) < len(ORDERS):
+            raise script.UsageError(
+                f"{path} has {len(tables[red]['orders'])} of {len(ORDERS)} orders: finish it first."
+            )
         regrets[red] = replay_all(tables[red]["orders"], replays, noise=False)
         noisy[red] = replay_all(tables[red]["orders"], replays, noise=True)
     if not tables:

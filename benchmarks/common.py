@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
@@ -42,6 +44,8 @@ def machine_info(packages: Sequence[str] = ()) -> dict[str, Any]:
             return None
 
     def git(*arguments: str) -> str:
+        if shutil.which("git") is None:
+            return ""
         done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
@@ -55,7 +59,8 @@ def machine_info(packages: Sequence[str] = ()) -> dict[str, Any]:
         "python": platform.python_version(),
         "packages": {name: version(name) for name in packages},
         "commit": git("rev-parse", "--short", "HEAD") or None,
-        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no")),
+        # of what was measured: results are written as they come
+        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no", "--", ":(exclude)results")),
     }
 
 
@@ -78,6 +83,17 @@ def at_least_one(text: str) -> int:
     if text.isdecimal() and int(text):
         return int(text)
     raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text}")
+
+
+def positive_seconds(text: str) -> float:
+    """A length of time, as argparse's `type`."""
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if 0 < seconds < math.inf:
+        return seconds
+    raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text}")
 
 
 def interleave(candidates: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:

@@ -7,8 +7,9 @@ run, our candidate's figure over the geometric mean of the peers' figures of tha
 NEW over that in OLD, as a geometric mean over rounds, with Welch's t interval for the logarithms (scipy). All
 intervals together hold with 95 % (each is widened for their number), so two runs of the same code seldom raise an
 alarm. A candidate has regressed if its change is below the threshold and its interval below 1. Where the interval is
-so wide that a loss down to the threshold would not have been found, that is said: it takes more rounds. Exit code: 0,
-1 for a regression, 2 for files that cannot be compared.
+so wide that a loss down to the threshold would not have been found, that is said: it takes more rounds. No interval
+shows what is the same in all rounds of a run and differs between runs (where memory and processes came to lie): confirm
+an alarm by a second run. Exit code: 0, 1 for a regression, 2 for files that cannot be compared.
 """
 
 import argparse
@@ -51,6 +52,18 @@ def figures_of(data: dict[str, Any], peer: bool) -> dict[str, dict[str, np.ndarr
     return figures
 
 
+def machine_of(data: dict[str, Any], group: str) -> dict[str, Any]:
+    """Where and when a group was measured: a file whose groups may be of several runs has "machines" by group."""
+    info: dict[str, Any] = data.get("machines", {}).get(group) or data.get("machine", {})
+    return info
+
+
+def carried_over(old: dict[str, Any], new: dict[str, Any], group: str) -> bool:
+    """Whether NEW holds OLD's own measurement of a group, which its run did not repeat."""
+    dates = [data.get("machines", {}).get(group, {}).get("date") for data in (old, new)]
+    return dates[0] is not None and dates[0] == dates[1]
+
+
 def log_ratios(ours: np.ndarray, peers: list[np.ndarray]) -> np.ndarray:
     """Logarithm of ours over the geometric mean of the peers, round by round."""
     return np.log(ours) - np.mean([np.log(peer) for peer in peers], axis=0)
@@ -68,10 +81,10 @@ def change(old: np.ndarray, new: np.ndarray, confidence: float) -> tuple[float, 
 def compare(old: dict[str, Any], new: dict[str, Any], threshold: float) -> list[dict[str, Any]]:
     """A dict for each of our candidates that stands beside a shared peer in both results: group, name, peers, old and
     new ratio, change, its interval, whether it regressed, and whether it is too noisy to tell. Raises UsageError if
-    there is none."""
+    there is none. Groups that NEW's run did not measure are left out."""
     ours, peers = [figures_of(data, False) for data in (old, new)], [figures_of(data, True) for data in (old, new)]
     pairs: list[tuple[str, str, list[str], np.ndarray, np.ndarray]] = []
-    for group in [group for group in ours[1] if group in ours[0]]:
+    for group in [group for group in ours[1] if group in ours[0] and not carried_over(old, new, group)]:
         shared = [name for name in peers[1].get(group, {}) if name in peers[0].get(group, {})]
         for name in [name for name in ours[1][group] if name in ours[0][group] and shared]:
             before, after = (
@@ -81,7 +94,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], threshold: float) -> list[
                 raise UsageError(f"{name} ({group}) was measured in one round only; an interval takes two or more.")
             pairs.append((group, name, shared, before, after))
     if not pairs:
-        raise UsageError("The two results share no candidate of ours that stands beside a shared peer.")
+        raise UsageError("The two results share no candidate of ours, measured twice, beside a shared peer.")
     compared = []
     for group, name, shared, before, after in pairs:
         ratio, low, high = change(before, after, 1 - (1 - CONFIDENCE) / len(pairs))
@@ -107,17 +120,26 @@ def report(old: dict[str, Any], new: dict[str, Any], compared: list[dict[str, An
     page = markdown_table(["group", "ours", "old ours / peers", "new", "new / old", "interval", ""], rows)
     names = {tuple(row["peers"]) for row in compared}
     page += f"\nPeers: {'; '.join(', '.join(peers) for peers in sorted(names))}.\n"
-    for label, data in (("Old", old), ("New", new)):
-        info = data["machine"]
-        page += f"{label}: commit {info['commit']}, {info['cpu']}, load {info['load_average'][0]}, {info['date']}.\n"
-    versions = [data["machine"]["packages"] for data in (old, new)]
-    for name in sorted(versions[0].keys() | versions[1].keys()):
-        before, after = (packages.get(name) for packages in versions)
-        if before != after:
-            page += f"Note: {name} was {before or 'not installed'} and is {after or 'not installed'}.\n"
-    for fact in ("cpu", "cores"):
-        if old["machine"][fact] != new["machine"][fact]:
-            page += f"Note: the {fact} differ, and ratios of different machines may differ without any change.\n"
+    lines: dict[str, None] = {}  # in order, each once
+    for group in {row["group"]: None for row in compared}:
+        machines = [machine_of(data, group) for data in (old, new)]
+        for label, info in zip(("Old", "New"), machines, strict=True):
+            load = info["load_average"][0]
+            lines[f"{label}: commit {info['commit']}, {info['cpu']}, load {load}, {info['date']}.\n"] = None
+        versions = [info["packages"] for info in machines]
+        for name in sorted(versions[0].keys() | versions[1].keys()):
+            before, after = (packages.get(name) for packages in versions)
+            if before != after:
+                lines[f"Note: {name} was {before or 'not installed'} and is {after or 'not installed'}.\n"] = None
+        for fact in ("cpu", "cores"):
+            if machines[0][fact] != machines[1][fact]:
+                lines[f"Note: the {fact} differ, and ratios of different machines may differ without any change.\n"] = (
+                    None
+                )
+    page += "".join(lines)
+    left_out = [group for group in new.get("machines", {}) if carried_over(old, new, group)]
+    if left_out:
+        page += f"Left out, since New holds Old's measurement of them: {'; '.join(left_out)}.\n"
     slower, noisy = (sum(row[name] for row in compared) for name in ("regressed", "too_noisy"))
     page += f"{slower} of {len(compared)} are slower than {threshold:g} of what they were"
     return page + (f"; {noisy} are too noisy to tell.\n" if noisy else ".\n")

@@ -32,6 +32,7 @@ from benchmarks.common import (
     machine_line,
     markdown_table,
     median_ratio,
+    positive_seconds,
     rows_of,
     write_results,
 )
@@ -169,7 +170,7 @@ def state_costs(backend: str) -> dict[str, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=at_least_one, default=7, help="how often each candidate is measured")
-    parser.add_argument("--seconds", type=float, default=2.0, help="length of one measurement")
+    parser.add_argument("--seconds", type=positive_seconds, default=2.0, help="length of one measurement")
     parser.add_argument("--peer-python", help="an interpreter with the canonical stack; left out if not given")
     parser.add_argument("--quick", action="store_true", help="two rounds of half a second")
     args = parser.parse_args()

@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 import ppo_atari_mario as mario
-from benchmarks.arguments import is_current, set_aside_if_changed
+from benchmarks.arguments import args_of_command, is_current, set_aside_if_changed
 from benchmarks.common import (
     CORES,
     QUICK_RESULTS,
@@ -105,7 +105,8 @@ def evaluate(logdir: Path) -> None:
 def read_run(logdir: Path) -> dict[str, Any]:
     """What the results keep of a finished run: its evaluations, and curves averaged over `WINDOW` steps."""
     progress, timing, evaluations = (read_csv(logdir / f"{name}.csv") for name in ("progress", "timing", "eval"))
-    args = json.loads((logdir / "config.json").read_text())["args"]
+    config = json.loads((logdir / "config.json").read_text())
+    args = config["args"]
     points = progress["global_step"] // WINDOW
     ends = np.flatnonzero(np.diff(points, append=points[-1] + 1))
     rates = [np.nanmean(x) if not np.isnan(x).all() else 0.0
@@ -117,8 +118,21 @@ def read_run(logdir: Path) -> dict[str, Any]:
         "evaluations": {name: column.tolist() for name, column in evaluations.items()},
         "num_workers": args["num_workers"],
         "torch_threads": args["torch_threads"],
+        "commit": config["commit"],
         "final": json.loads((logdir / "evaluation.json").read_text()),
     }
+
+
+def todays(groups: dict[str, Any]) -> dict[str, Any]:
+    """Of the stored groups those whose command would still learn with the arguments that it had, their "args"; one that
+    was added or removed since then changes nothing. The first groups did not note theirs."""
+    kept = {}
+    for name, group in groups.items():
+        today = args_of_command(mario, group["command"].split()[1:])
+        group = {"args": today} | group
+        if all(today[key] == group["args"][key] for key in today.keys() & group["args"].keys()):
+            kept[name] = group
+    return kept
 
 
 def words_of(grey: Sequence[float]) -> str:
@@ -137,7 +151,7 @@ def success_rates(scores: dict[str, Any]) -> str:
 def report(folder: Path = RESULTS) -> None:
     """Write mario_learning.json, .md and .png from what is stored in `folder` and the finished runs."""
     path = folder / "mario_learning.json"
-    groups: dict[str, Any] = json.loads(path.read_text())["groups"] if path.exists() else {}
+    groups = todays(json.loads(path.read_text())["groups"]) if path.exists() else {}
     for evaluation in sorted(FOLDER.glob("*/evaluation.json")):
         logdir = evaluation.parent
         args = json.loads((logdir / "config.json").read_text())["args"]
@@ -148,7 +162,7 @@ def report(folder: Path = RESULTS) -> None:
         if not is_current(mario, words, logdir):
             continue  # its variant means something else today
         group = groups.setdefault(f"{args['env_id']} {args['backend']} {variant}", {"seeds": {}})
-        group["command"] = "python " + " ".join(words)
+        group["command"], group["args"] = "python " + " ".join(words), args_of_command(mario, words)
         group["seeds"][str(args["seed"])] = read_run(logdir)
         videos = sorted((logdir / "videos").glob("*.gif"), key=lambda gif: int(gif.stem.rpartition("_")[2]))
         shown = variant == "default" and args["backend"] == "fceumm"

@@ -34,11 +34,12 @@ from benchmarks.common import (
     machine_line,
     markdown_table,
     median_ratio,
+    positive_seconds,
     rows_of,
     summary,
     write_results,
 )
-from envs.mujoco_batch import MujocoBatchVecEnv, without_deprecation_note
+from envs.mujoco_batch import TASKS, MujocoBatchVecEnv, without_deprecation_note
 
 ENV_IDS = ("HalfCheetah-v5", "Ant-v5", "Humanoid-v5", "Hopper-v5", "Walker2d-v5")
 NUM_PLANNED = 64  # different random actions, used over and over
@@ -177,11 +178,11 @@ def compare(env_id: str, num_envs: int, num_threads: int, rounds: int, seconds: 
 def main() -> None:
     """Measure, print, and write results/mujoco_env.{json,md}."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--env-ids", nargs="+", default=ENV_IDS)
+    parser.add_argument("--env-ids", nargs="+", choices=list(TASKS), default=ENV_IDS, metavar="ID")
     parser.add_argument("--num-envs", type=at_least_one, default=16)
     parser.add_argument("--num-threads", type=at_least_one, default=CORES)
     parser.add_argument("--rounds", type=at_least_one, default=9)
-    parser.add_argument("--seconds", type=float, default=0.5, help="length of one measurement")
+    parser.add_argument("--seconds", type=positive_seconds, default=0.5, help="length of one measurement")
     parser.add_argument("--quick", action="store_true", help="HalfCheetah, three rounds of 0.2 s")
     args = parser.parse_args()
     if args.quick:

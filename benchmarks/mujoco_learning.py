@@ -122,7 +122,7 @@ def read_run(logdir: Path) -> dict[str, Any]:
     """What the results keep of a finished run, ours or SB3's."""
     evaluations = {key.removeprefix("eval/"): x.tolist() for key, x in script.read_csv(logdir / "eval.csv").items()}
     cpu, cpu_seconds, seconds = (logdir / f"{name}.txt" for name in ("cpu", "cpu_seconds", "seconds"))
-    options = logdir / "options.json"  # SB3's
+    config, options = logdir / "config.json", logdir / "options.json"  # of ours, of SB3's
     return {
         "seconds": float(
             seconds.read_text() if seconds.exists() else script.read_csv(logdir / "timing.csv")["time/seconds"][-1]
@@ -130,7 +130,9 @@ def read_run(logdir: Path) -> dict[str, Any]:
         "cpu_seconds": sum(map(float, cpu_seconds.read_text().split())) if cpu_seconds.exists() else None,
         "cpu": cpu.read_text() if cpu.exists() else cpu_model(),
         "evaluations": evaluations,
-    } | ({"options": json.loads(options.read_text())} if options.exists() else {})
+        **({"commit": json.loads(config.read_text())["commit"]} if config.exists() else {}),
+        **({"options": json.loads(options.read_text())} if options.exists() else {}),
+    }
 
 
 def merge(stored: dict[str, Any], task: str, steps: int) -> dict[str, Any]:
@@ -187,7 +189,8 @@ def report(steps: int, folder: Path = RESULTS) -> None:
     page = (
         f"# MuJoCo v5 at {steps:,} steps\n\n`python -m benchmarks.mujoco_learning --steps {steps}`. Return of ten "
         "deterministic episodes of the last policy, and statistics over seeds (of three seeds the interquartile mean "
-        "is the mean, and the interval their range, which is too narrow). The presets were chosen on other seeds, 101 "
+        "is the mean, and the interval their range; of five it is still too narrow). The presets were chosen on other "
+        "seeds, 101 "
         "and up. Published scores are of older task versions and other protocols, a guide only. Seconds are medians of "
         "the time spent on collecting and learning, mostly on a busy machine, CPU seconds of whole processes, where "
         f"taken. {sb3 if with_sb3 else 'SB3 has not been run here (`--peer-seeds`).'}\n\n"
@@ -195,7 +198,12 @@ def report(steps: int, folder: Path = RESULTS) -> None:
     page += markdown_table(header, rows)
     info = machine_info(["torch", "gymnasium", "mujoco", "numpy"])
     cpus = sorted({run["cpu"] for result in tasks.values() for run in result["seeds"].values()})
-    page += f"\n![curves]({name}.png)\n\nRuns on {' and '.join(cpus)}. {machine_line(info, 'Page written')}"
+    commits = {task: {run["commit"][:7] for run in result["seeds"].values() if run.get("commit")}
+               for task, result in tasks.items()}  # fmt: skip
+    noted = "; ".join(f"{task} {', '.join(sorted(found))}" for task, found in commits.items() if found)
+    page += f"\n![curves]({name}.png)\n\nRuns on {' and '.join(cpus)}"
+    page += f", of the commits (noted since November 2026) {noted}. " if noted else ". "
+    page += machine_line(info, "Page written")
     write_results(name, {"machine": info, "tasks": everything}, page, folder)
     if tasks:
         draw(tasks, folder / f"{name}.png")

@@ -163,7 +163,8 @@ def page_of(data: dict[str, Any]) -> str:
     updates = data["updates"]
     page = "# Whole-loop training throughput on MuJoCo\n\n`python -m benchmarks.mujoco_loop`: " + (
         f"environment steps per second, median of interleaved rounds of {updates} updates "
-        f"(peers {min(updates, PEERS_UPDATES)}); ratios are medians of the ratios within rounds.\n"
+        f"(peers {min(updates, PEERS_UPDATES)}); ratios are medians of the ratios within rounds, which are not the "
+        "ratios of the medians; shares of time are of the last round.\n"
     )
     for group, figures in sorted(groups.items()):
         speeds = {name: summary(rounds)["median"] for name, rounds in figures.items()}
@@ -172,8 +173,9 @@ def page_of(data: dict[str, Any]) -> str:
         rows = []
         for name, measured in figures.items():
             ratios = [f"{median_ratio(measured, figures[reference]):.2f}" for reference in references]
-            rows.append([name, f"{speeds[name]:,.0f}", *ratios, split_of(data["last_shares"][group][name])])
-        header = ["loop", "steps/s", *(f"x {reference}" for reference in references),
+            span = f"{min(measured):,.0f} - {max(measured):,.0f}"
+            rows.append([name, f"{speeds[name]:,.0f}", span, *ratios, split_of(data["last_shares"][group][name])])
+        header = ["loop", "steps/s", "min - max", *(f"x {reference}" for reference in references),
                   "environment / inference / advantages / update"]  # fmt: skip
         page += f"\n## {group}\n\n{markdown_table(header, rows)}\n"
         page += f"{len(figures['limit'])} rounds. {machine_line(data['machines'][group])}"

@@ -35,7 +35,7 @@ import numpy as np
 
 from benchmarks.common import ROOT, machine_info, machine_line, markdown_table, write_results
 
-FEW_SEEDS = 5  # below this a bootstrap interval is too narrow to be believed
+FEW_SEEDS = 10  # below this a bootstrap interval is too narrow to be believed
 OURS = ("--seed", "--logdir", "--resume")  # flags that this program gives to each run
 
 
@@ -269,19 +269,23 @@ def report(runs: list[Run], metric: str, folder: Path, name: str) -> None:
 
 
 def draw(by_command: dict[str, list[tuple[int, dict[str, np.ndarray]]]], metric: str, path: Path) -> None:
-    """Draw every seed's curve thin and the interquartile mean thick, over steps and over minutes of training."""
+    """Draw every seed's curve thin and, where all were evaluated at the same steps, the interquartile mean thick, over
+    steps and over minutes of training."""
     import matplotlib.figure
 
     figure = matplotlib.figure.Figure(figsize=(12, 4.5), layout="constrained")
     for axis, key in zip(figure.subplots(1, 2, sharey=True), ("steps", "minutes"), strict=True):
         for index, (command, curves) in enumerate(by_command.items()):
             colour = f"C{index % 10}"
-            for _, curve in curves:
-                axis.plot(curve[key], curve["scores"], color=colour, lw=0.8, alpha=0.5)
-            if all(np.array_equal(curve["steps"], curves[0][1]["steps"]) for _, curve in curves):
+            together = all(np.array_equal(curve["steps"], curves[0][1]["steps"]) for _, curve in curves)
+            name = f"{command} ({len(curves)} seeds)"
+            for i, (_, curve) in enumerate(curves):
+                label = None if together or i else name
+                axis.plot(curve[key], curve["scores"], color=colour, lw=0.8, alpha=0.5, label=label)
+            if together:
                 middle = interquartile_mean(np.array([curve["scores"] for _, curve in curves]), axis=0)
                 when = np.mean([curve[key] for _, curve in curves], axis=0)
-                axis.plot(when, middle, color=colour, lw=2.2, label=f"{command} ({len(curves)} seeds)")
+                axis.plot(when, middle, color=colour, lw=2.2, label=name)
         axis.set(xlabel="environment steps" if key == "steps" else "minutes of training", ylabel=metric)
         axis.grid(alpha=0.3)
     figure.axes[0].legend(fontsize=7)

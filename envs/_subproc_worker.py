@@ -96,6 +96,12 @@ def poll(semaphore: Semaphore) -> bool:
     return True
 
 
+def keep_blocking(pipe: connection.Connection) -> None:
+    """Undo what a socket object made of this end has done to it if the program has a socket.setdefaulttimeout: from
+    then on, a read that has to wait would fail at once."""
+    os.set_blocking(pipe.fileno(), True)
+
+
 def worker_main(setup: WorkerSetup) -> None:
     """Construct the environments, attach to the shared memory, and obey commands until the parent says close."""
     # Ctrl-C, SIGTERM and the end of a terminal often reach the whole process group. What they mean is for the parent
@@ -175,7 +181,9 @@ class Worker:
         name, arguments = pipe.recv()
         if name == "close":
             return False
-        self.attach(SharedBatch(*(*arguments, reduction.recv_handle(pipe))))
+        descriptor = reduction.recv_handle(pipe)
+        keep_blocking(pipe)
+        self.attach(SharedBatch(*(*arguments, descriptor)))
         pipe.send(([], None))
         return True
 
@@ -217,14 +225,14 @@ class Worker:
                 return
 
     def pickle(self, errors: list[EnvError], results: Results) -> bytes:
-        """Return the reply as bytes; a result that cannot be pickled is an error of its environment."""
+        """Return the reply as bytes; a result that cannot be pickled joins `errors`, as one of its environment."""
         with contextlib.suppress(Exception):
             return pickle.dumps((errors, results))
         for env_index, result in results:
             try:
                 pickle.dumps(result)
             except Exception:
-                errors = [*errors, EnvError.current(env_index)]
+                errors.append(EnvError.current(env_index))
         return pickle.dumps((errors, []))
 
     def step(self, requests: Requests | None) -> tuple[list[EnvError], Results]:

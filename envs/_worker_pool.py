@@ -37,6 +37,7 @@ from envs._subproc_worker import (
     Requests,
     Results,
     WorkerSetup,
+    keep_blocking,
     poll,
     worker_main,
 )
@@ -163,7 +164,7 @@ def limit_waits(pipe: connection.Connection, seconds: float) -> None:
     with socket.socket(fileno=os.dup(pipe.fileno())) as end:
         for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
             end.setsockopt(socket.SOL_SOCKET, option, limit)
-    os.set_blocking(pipe.fileno(), True)  # with a socket.setdefaulttimeout, `end` has just switched it off
+    keep_blocking(pipe)
 
 
 def end_all(workers: Sequence[Worker]) -> None:
@@ -251,6 +252,7 @@ class WorkerPool:
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # _receive will report it in full
             worker.pipe.send(("attach", shared.arguments))
             reduction.send_handle(worker.pipe, shared.descriptor, worker.process.pid)
+        keep_blocking(worker.pipe)
         self._receive(worker, "start", self._deadline())
 
     def replace(self, error: WorkerError, begin_anew: Callable[[Worker], None]) -> None:
@@ -351,7 +353,7 @@ class WorkerPool:
         if worker.control[REPLY] == PICKLED:
             try:
                 message = worker.pipe.recv_bytes()
-            except (EOFError, ConnectionResetError, BlockingIOError) as error:
+            except (EOFError, OSError) as error:  # the latter if it died in the middle of a message
                 raise self._lost(worker, name, hung=isinstance(error, BlockingIOError)) from None
             try:
                 worker.reply = pickle.loads(message)
@@ -373,7 +375,7 @@ class WorkerPool:
                 raise self._lost(worker, name, hung=alive)
         try:
             return worker.pipe.recv()
-        except (EOFError, ConnectionResetError, BlockingIOError) as error:
+        except (EOFError, OSError) as error:  # the latter if it died in the middle of a message
             raise self._lost(worker, name, hung=isinstance(error, BlockingIOError)) from None
 
     def _deadline(self) -> float:

@@ -119,17 +119,20 @@ class _FceummLibrary:
         cannot pass through C: ctypes hands it to `sys.unraisablehook`, from where it is raised again here.
         """
         self._buttons = buttons
-        hook, sys.unraisablehook = sys.unraisablehook, self._catch
+        self._hook, sys.unraisablehook = sys.unraisablehook, self._catch
         try:
             self._run()
         finally:
-            sys.unraisablehook = hook
+            sys.unraisablehook = self._hook
         if self._escaped is not None:
             escaped, self._escaped = self._escaped, None
             raise escaped
 
     def _catch(self, unraisable: Any) -> None:
-        self._escaped = unraisable.exc_value
+        if "ctypes callback" in (unraisable.err_msg or ""):
+            self._escaped = unraisable.exc_value
+        else:  # of a destructor, say, that happened to run now: not this frame's affair
+            self._hook(unraisable)
 
     def save(self) -> np.ndarray:
         state = np.empty(self.state_size, np.uint8)

@@ -252,7 +252,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
 
     def render(self) -> np.ndarray | None:
         """Return the screen after the last step, (240, 256, 3) uint8; None without a render mode."""
-        return None if self._picture is None else self._picture.copy()
+        return None if self._picture is None or self.render_mode is None else self._picture.copy()
 
     def close(self) -> None:
         """Give the emulator's memory back."""

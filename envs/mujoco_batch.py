@@ -127,6 +127,10 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         """Begin episodes; environment n is seeded with `seed + n` or `seed[n]`, or else its stream goes on.
 
         `options={"reset_mask": mask}`, a bool array (N,), resets only where it is true.
+
+        Raises:
+            ResetNeeded: the first reset leaves environments out.
+            ValueError: the mask, or the number of seeds, does not fit.
         """
         self._check_usable()
         seeds = [int(seed) + n for n in range(self.num_envs)] if isinstance(seed, int | np.integer) else seed
@@ -135,6 +139,8 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         mask = (options or {}).get("reset_mask", self._everywhere)
         if getattr(mask, "shape", None) != (self.num_envs,) or mask.dtype != np.bool_ or not mask.any():
             raise ValueError(f"options['reset_mask'] must be a bool array ({self.num_envs},), not all false.")
+        if self._ready_in is None and not mask.all():
+            raise ResetNeeded("The first reset must be of all environments; options['reset_mask'] leaves some out.")
         mask = mask.copy()  # it becomes part of the infos
         for n, own_seed in enumerate(seeds or ()):
             if mask[n] and own_seed is not None:

@@ -401,8 +401,8 @@ class SubprocVecEnv(VectorEnv):
         rows = slice(worker.env_indices.start, worker.env_indices.stop)
         self._shared.info_table.present[rows] = False
         for n in worker.env_indices:
-            seed = self._pool.seeds[n]  # the same one might lead to the same end: take one that no other has
-            self._pool.seeds[n] = None if seed is None else seed + self.num_envs
+            if self._pool.seeds[n] is not None:  # the same one might lead to the same end: take one that no other has
+                self._pool.seeds[n] = 1 + max(seed for seed in self._pool.seeds if seed is not None)
         resets = [(n, {"seed": self._pool.seeds[n]}) for n in worker.env_indices]
         self._pool.request("reset", resets, [worker])
         self._pool.collect("reset", [worker])

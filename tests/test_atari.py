@@ -240,7 +240,7 @@ def test_an_undiscounted_game_is_refused_with_the_remedy(capsys: pytest.CaptureF
 
 
 def test_the_preset_has_the_published_values() -> None:
-    """Schulman et al. 2017, table 5, and the value clipping of the code behind it."""
+    """CleanRL's, close to those of Schulman et al. 2017, table 5."""
     args = script.parse_args(["--configs", "atari"])
     expected = {
         "num_envs": 8, "num_steps": 128, "update_epochs": 4, "minibatch_size": 256, "learning_rate": 2.5e-4,

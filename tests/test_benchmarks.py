@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import re
@@ -95,6 +96,28 @@ def test_a_run_that_was_set_aside_is_not_reported(tmp_path: Path, monkeypatch: p
     assert not logdir.exists()
     mario_learning.report(tmp_path)
     assert json.loads((tmp_path / "mario_learning.json").read_text())["groups"] == {}
+
+
+def test_stored_seeds_of_other_defaults_than_todays_are_dropped() -> None:
+    command = "python " + " ".join(mario_learning.command("Mario-1-1", "fceumm", "default"))
+    args = arguments.args_of_command(ppo_atari_mario, command.split()[1:])
+    assert {"ent_coef", "gamma"} <= args.keys()
+    groups = {
+        "not noted": {"command": command},
+        "the same": {"command": command, "args": args},
+        "one more": {"command": command, "args": args | {"since_removed": 1}},
+        "another": {"command": command, "args": args | {"gamma": 0.5}},
+    }
+    kept = mario_learning.todays(groups)
+    assert [*kept] == ["not noted", "the same", "one more"]
+    assert kept["not noted"]["args"] == args
+
+
+def test_a_length_of_time_is_positive() -> None:
+    assert common.positive_seconds("0.5") == 0.5
+    for text in ("0", "-1", "nan", "inf", "soon"):
+        with pytest.raises(argparse.ArgumentTypeError, match=f"not {text}"):
+            common.positive_seconds(text)
 
 
 def test_sb3s_runs_outlive_a_change_of_our_presets_but_none_of_their_own(

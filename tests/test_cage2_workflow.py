@@ -491,6 +491,26 @@ def test_the_confirmed_policy_is_the_best_whatever_its_return(
     assert [(entry["run"], entry["score"][0]) for entry in json.loads(index.read_text())] == [("run", 1), ("lax", 0)]
 
 
+def test_a_confirmed_policy_that_the_disk_refuses_ends_nothing(
+    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the run would call an older, unconfirmed best.pt confirmed."""
+    evaluate, save, writes = cage2.evaluate, cage2.save_checkpoint, iter([False, True])
+
+    def save_or_refuse(path: Path, state: dict[str, Any]) -> bool:
+        return (path.name != "best.pt" or next(writes)) and save(path, state)
+
+    monkeypatch.setattr(cage2, "evaluate", lambda *a, **k: evaluate(*a, **k) | {"compliance": 0.9})
+    monkeypatch.setattr(cage2, "is_compliant", lambda recent, episodes, *a: episodes.min() >= 1)
+    monkeypatch.setattr(cage2, "save_checkpoint", save_or_refuse)
+    values = {"workflow": USER_LAST, "red_agent": "b_line", "compliance_threshold": 0.5, "min_episodes": 1}
+    result = cage2.train(tiny_args(cage2, tmp_path / "run", **values))
+    assert (result["compliant"], result["global_step"]) == (True, 400)
+    for name in ("best.pt", "latest.pt"):
+        counters = cage2.load_checkpoint(tmp_path / "run" / name)["counters"]
+        assert (counters["compliant"], counters["global_step"]) == (True, 400)
+
+
 def test_an_unconfirmed_stop_is_none(cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampled actions comply, those of the evaluation do not."""
     evaluate = cage2.evaluate
@@ -920,6 +940,12 @@ def test_a_search_in_a_place_that_is_no_folder_is_refused(cage2: ModuleType, sha
 def test_an_orders_learning_rate_decays_whatever_the_shared_runs_did(cage2: ModuleType) -> None:
     base = cage2.Args(workflow="any", anneal_lr=False)
     assert cage2.order_args(cage2.SearchArgs(), base, 0).anneal_lr
+
+
+def test_an_orders_confirmation_does_not_depend_on_how_the_shared_run_was_evaluated(cage2: ModuleType) -> None:
+    hasty = cage2.Args(workflow="any", eval_episodes=1, capture_video=True)
+    run = cage2.order_args(cage2.SearchArgs(), hasty, 0)
+    assert (run.eval_episodes, run.capture_video) == (cage2.Args.eval_episodes, False)
 
 
 def test_the_schedule_counts_the_choices_from_1(cage2: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

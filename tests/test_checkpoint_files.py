@@ -434,8 +434,8 @@ def test_a_refused_resume_lets_go_of_the_folder(continuous: ModuleType, run_tiny
 
 # Of the arguments of all scripts those that a resumed run may change, since it stays the same run.
 CHANGEABLE = {"total_timesteps", "logdir", "resume", "device", "torch_threads", "num_workers", "eval_every",
-              "eval_episodes", "save_every", "keep_checkpoints", "track", "capture_video", "video_episodes",
-              "video_fps", "hints", "explain"}  # fmt: skip
+              "save_every", "keep_checkpoints", "track", "capture_video", "video_episodes", "video_fps", "hints",
+              "explain"}  # fmt: skip
 
 
 def test_a_resumed_run_may_change_nothing_else(script: ModuleType, tmp_path: Path) -> None:
@@ -448,6 +448,16 @@ def test_a_resumed_run_may_change_nothing_else(script: ModuleType, tmp_path: Pat
         except script.UsageError as error:
             assert str(error) == f"--resume cannot change {script.flag(name)} from another to {value}."  # noqa: PT017
     assert changed == CHANGEABLE & saved.keys()
+
+
+def test_an_argument_that_was_saved_before_it_existed_is_named(
+    script: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved = dataclasses.asdict(script.Args(gamma=0.5))
+    assert script.known_args(saved | {"gone": 1}).gamma == 0.5
+    assert capsys.readouterr().err == ""
+    assert script.known_args({"gamma": 0.5} | {k: v for k, v in saved.items() if k != "ent_coef"}).gamma == 0.5
+    assert capsys.readouterr().err == ("warning: saved before --ent-coef existed: at the default, unless given now.\n")
 
 
 def test_two_runs_begun_in_the_same_second_have_folders_of_their_own(

@@ -50,6 +50,26 @@ def test_a_loss_is_found_and_no_other_candidate_is_blamed() -> None:
         assert regressed(old, new) == [("HalfCheetah", "ours")]
 
 
+def test_a_group_that_was_not_measured_again_is_left_out() -> None:
+    """Its ratios would be 1.000 without having been looked at, and would widen the others' intervals."""
+    rng = np.random.default_rng(2)
+    old, new = results(rng, 0.02), results(rng, 0.02, ours=0.8)
+    machines = {"HalfCheetah": machine_info() | {"date": "monday"}, "Ant": machine_info() | {"date": "sunday"}}
+    old["machines"] = machines
+    new["machines"] = machines | {"HalfCheetah": machine_info() | {"date": "tuesday", "commit": "abc"}}
+    new["rows"] = [row for row in new["rows"] if row["group"] == "HalfCheetah"] + [
+        row for row in old["rows"] if row["group"] == "Ant"
+    ]
+    compared = compare.compare(old, new, 0.9)
+    assert {row["group"] for row in compared} == {"HalfCheetah"}
+    page = compare.report(old, new, compared, 0.9)
+    assert "Left out, since New holds Old's measurement of them: Ant." in page
+    assert "New: commit abc" in page
+    assert "sunday" not in page
+    with pytest.raises(compare.UsageError, match="measured twice"):
+        compare.compare(old, old, 0.9)
+
+
 def test_a_loss_within_the_threshold_is_none() -> None:
     rng = np.random.default_rng(3)
     old, new = results(rng, 0.005, rounds=9), results(rng, 0.005, rounds=9, ours=0.95)
@@ -137,7 +157,7 @@ def test_exit_codes_and_report(run_main: Callable) -> None:
         (None, {"machine": {}}, [], "new.json has no speeds of ours beside a peer's, so there is nothing to compare."),
         (None, [1, 2], [], "new.json has no speeds of ours beside a peer's, so there is nothing to compare."),
         (None, "one round", [], "ours (HalfCheetah) was measured in one round only; an interval takes two or more."),
-        (None, "other", [], "The two results share no candidate of ours that stands beside a shared peer."),
+        (None, "other", [], "The two results share no candidate of ours, measured twice, beside a shared peer."),
         (None, None, ["--threshold", "1.5"], "--threshold must be above 0 and at most 1, not 1.5."),
     ],
 )

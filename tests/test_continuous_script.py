@@ -802,6 +802,26 @@ def finished(continuous: ModuleType, tmp_path_factory: pytest.TempPathFactory) -
     return logdir
 
 
+def test_a_run_starts_from_the_policy_that_it_is_given(continuous: ModuleType, run_tiny: Run, tmp_path: Path) -> None:
+    """Its statistics of observations included, and with any settings."""
+    start = Path(run_tiny()["logdir"]) / "latest.pt"
+    going_on = run_tiny(init_from=str(start), total_timesteps=64, learning_rate=1e-30, gamma=0.5)
+    before, after = (continuous.load_checkpoint(path) for path in (start, Path(going_on["logdir"]) / "latest.pt"))
+    for name, weight in before["agent"].items():
+        assert torch.equal(after["agent"][name], weight)
+    counts = [state["observation_statistics"]["count"] for state in (before, after)]
+    num_envs = before["args"]["num_envs"]
+    assert counts[1] == pytest.approx(counts[0] + num_envs + 64)  # a reset and the steps
+    assert after["counters"]["global_step"] == 64
+    for values, message in (
+        ({"init_from": str(tmp_path / "gone.pt")}, "There is no checkpoint"),
+        ({"init_from": str(start), "hidden_sizes": (8,)}, "of other inputs, actions or layers"),
+        ({"init_from": str(start), "norm_obs": False}, "was trained with --norm-obs; it takes that here too"),
+    ):
+        with pytest.raises(continuous.UsageError, match=message):
+            run_tiny(**values)
+
+
 def test_evaluation_is_repeatable_frozen_and_on_its_own_seeds(continuous: ModuleType, finished: Path) -> None:
     checkpoint = continuous.load_checkpoint(finished / "latest.pt")
     args = continuous.Args(**checkpoint["args"])

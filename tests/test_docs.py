@@ -9,6 +9,8 @@ import json
 import math
 import re
 import shlex
+import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
@@ -233,6 +235,17 @@ def test_every_command_of_a_page_can_be_typed(page: Path) -> None:
                 pass
             case _:
                 pytest.fail(f"not a command that this test knows: {' '.join(command)}")
+
+
+def test_the_program_that_plays_a_checkpoint_scores_as_play_does(tmp_path: Path) -> None:
+    continuous = load_script(ROOT / "ppo_continuous_mujoco.py")
+    args = continuous.parse_args(["--configs", "debug", "--total-timesteps", "512", "--logdir", str(tmp_path / "run")])
+    continuous.train(args)
+    (program,) = re.findall(r"```python\n(.*?)```", (DOCS / "mujoco.md").read_text(), re.DOTALL)
+    command = [sys.executable, "-c", program.replace("runs/my_run", str(tmp_path / "run"))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    played = continuous.play(continuous.PlayArgs(logdir=str(tmp_path / "run"), episodes=1))
+    assert done.stdout == f"return {played['mean_return']:.1f}\n", done.stderr
 
 
 def test_every_benchmark_is_listed_and_make_bench_runs_those_with_a_quick_form() -> None:

@@ -704,6 +704,9 @@ def test_a_restored_environment_repeats_itself_bit_for_bit(backend: str) -> None
     restored = MarioEnv("1-1,1-2", backend, **options)
     restored.set_state(state)
     assert np.array_equal(restored.render(), picture)
+    blind = MarioEnv("1-1,1-2", backend, **{**options, "render_mode": None})
+    blind.set_state(state)
+    assert blind.render() is None
     assert same(unbroken, play(restored, random_actions(after, 2)))
 
 
@@ -814,6 +817,29 @@ def test_ctrl_c_is_not_swallowed_by_the_emulator(backend: str) -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)
+
+
+def test_what_a_destructor_raises_during_a_frame_is_not_the_frames(
+    fceumm: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Fragile:
+        def __del__(self) -> None:
+            raise ZeroDivisionError
+
+    class Buttons(int):
+        """Asked for in the middle of a frame, from C."""
+
+        def __and__(self, other: int) -> int:
+            Fragile()
+            return int(self) & other
+
+    core = make_core(fceumm)
+    core.power_on()
+    reported: list[type] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: reported.append(unraisable.exc_type))
+    core.step(Buttons(START))
+    assert reported
+    assert {*reported} == {ZeroDivisionError}
 
 
 def test_a_closed_environment_can_be_reset(backend: str) -> None:

@@ -6,6 +6,7 @@ What all scripts have in common is tested in test_ppo_math.py.
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import math
@@ -526,6 +527,30 @@ def test_kept_checkpoints_and_the_remaining_options_train(tmp_path: Path) -> Non
     assert not torch.equal(first["critic_cnn.0.weight"], second["critic_cnn.0.weight"])
 
 
+def test_a_run_starts_from_the_policy_that_it_is_given(run: Path, tmp_path: Path) -> None:
+    start = run / "latest.pt"
+    options = {"total_timesteps": 16, "eval_every": 0, "capture_video": False, "learning_rate": 1e-30}
+    mario.train(tiny(tmp_path / "next", init_from=str(start), **options))
+    before, after = (mario.load_checkpoint(path)["agent"] for path in (start, tmp_path / "next" / "latest.pt"))
+    assert all(torch.equal(after[name], weight) for name, weight in before.items())
+    with pytest.raises(mario.UsageError, match="of other inputs, actions or layers"):
+        mario.train(tiny(tmp_path / "other", init_from=str(start), feature_dim=8))
+
+
+def test_a_kept_checkpoint_that_the_disk_refuses_leaves_no_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full_disk(source: Path, target: Path) -> None:
+        Path(target).write_bytes(Path(source).read_bytes()[:100])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(mario.shutil, "copyfile", full_disk)
+    args = tiny(tmp_path / "run", total_timesteps=16, eval_every=0, keep_checkpoints=True, capture_video=False)
+    assert mario.train(args)["saved"]
+    assert "step_16.pt was not written (No space left on device); the run goes on." in capsys.readouterr().err
+    assert not [*(tmp_path / "run").glob("step_*")]
+
+
 # ---- evaluation -----------------------------------------------------------------------------------------------------
 
 
@@ -574,6 +599,8 @@ def test_an_ended_episode_earns_nothing_more_and_goes_on_showing_its_last_frame(
     alone: Any = Scripted([RUN] * 60)
     assert evaluation["returns"][0] == mario.evaluate(alone, mario.replace(args, eval_episodes=1))["returns"][0]
     assert evaluation["frames"][0].shape == (240, 2 * 256, 3)
+    small = mario.evaluate(Scripted([[RUN, NOOP]] * 60), args, render_mode="rgb_array", shrink=2)["frames"]
+    assert all(np.array_equal(a, b[::2, ::2]) for a, b in zip(small, evaluation["frames"], strict=True))
     left = [frame[:, :256] for frame in evaluation["frames"]]
     assert not np.array_equal(left[0], left[end - 1])
     assert all(np.array_equal(frame, left[end - 1]) for frame in left[end:])

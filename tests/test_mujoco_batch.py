@@ -336,6 +336,8 @@ def test_mistakes_are_answered_in_one_sentence() -> None:
     for mask in (np.zeros(2, bool), np.ones(3, bool), [True, False], np.ones(2, int)):
         with pytest.raises(ValueError, match="reset_mask"):
             envs.reset(options={"reset_mask": mask})
+    with pytest.raises(ResetNeeded, match="first reset must be of all"):
+        envs.reset(options={"reset_mask": np.array([True, False])})
     envs.reset()
     for shape in ((3,), (2, 4), (3, 3), (2, 3, 1)):
         with pytest.raises(ValueError, match=r"must have shape \(2, 3\), got"):

@@ -23,6 +23,7 @@ DIFFERENT = {
     "Args": "each domain has flags and defaults of its own",
     "validate": "each domain has limits of its own",
     "check_environment": "each domain has environments of its own",
+    "load_policy": "robots' observations are normalised",
     "Agent": "pixels, robots and hosts; Gaussian and categorical policies",
     "make_envs": "each domain has its own environments and wrappers",
     "evaluate": "success, play from random starts, and games of several lengths are measured differently",

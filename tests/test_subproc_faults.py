@@ -325,6 +325,9 @@ def test_an_info_that_cannot_be_pickled_is_an_error_of_its_environment() -> None
     envs.reset()
     with pytest.warns(UserWarning, match="Worker-2"), pytest.raises(TypeError, match=r"cannot pickle.*lock"):
         envs.step([0, 0, 0, 0])
+    processes = [worker.process for worker in envs._pool.workers]
+    processes[1].join(5)
+    assert [process.is_alive() for process in processes] == [True, False]  # as the warning has it
     close_in_time(envs)
 
 
@@ -399,18 +402,46 @@ class BigEnv(CountEnv):
     big = bytes(4_000_000)
 
 
-@pytest.mark.timeout(20)
-def test_a_default_timeout_of_sockets_does_not_hurry_the_workers() -> None:
+@pytest.mark.timeout(40)
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_a_default_timeout_of_sockets_does_not_hurry_the_workers(context: str) -> None:
     """A program may have set one for its downloads; pipes to workers must still wait."""
+    socket.setdefaulttimeout(30.0)
+    try:
+        envs = SubprocVecEnv([BigEnv, BigEnv], 2, context=context)
+        assert all(os.get_blocking(worker.pipe.fileno()) for worker in envs._pool.workers)
+        big = bytes(4_000_000)  # more than the pipe's buffer, so that both sides have to wait
+        envs.set_attr("cargo", [big, big])
+        assert envs.get_attr("cargo") == (big, big)
+        envs.close()
+    finally:
+        socket.setdefaulttimeout(None)
+
+
+def test_waits_are_limited_without_making_them_impatient() -> None:
     ours, theirs = multiprocessing.Pipe()
     socket.setdefaulttimeout(30.0)
     try:
-        limit_waits(ours, 5.0)
+        limit_waits(ours, 0.1)
     finally:
         socket.setdefaulttimeout(None)
     assert os.get_blocking(ours.fileno())
+    with pytest.raises(BlockingIOError):
+        ours.recv_bytes()
     theirs.close()
     ours.close()
+
+
+@pytest.mark.parametrize("end", ["call_wait", "close"])
+def test_a_worker_that_is_killed_in_a_large_reply_is_reported(end: str) -> None:
+    envs = SubprocVecEnv([BigEnv, BigEnv], 2)
+    envs.call_async("big")
+    time.sleep(0.5)  # by now the worker waits in the middle of its reply
+    os.kill(envs._pool.workers[0].process.pid, signal.SIGKILL)
+    if end == "call_wait":
+        with pytest.raises(WorkerError, match=r"Worker 0 .*was killed by SIGKILL .* during call"):
+            envs.call_wait()
+    close_in_time(envs)
 
 
 def test_a_worker_that_is_stopped_does_not_block_a_large_reply() -> None:
@@ -897,7 +928,7 @@ def test_a_lost_worker_is_replaced_and_only_its_episodes_end(
     *_, infos = envs.step([1, 2, 3, 4])
     assert "worker_restarted" not in infos
     assert envs.call("count") == ((3, 3, 0, 0) if mode.name == "NEXT_STEP" else (3, 3, 1, 1))
-    assert envs.np_random_seed == (10, 11, 16, 17)  # new seeds, and of no other environment
+    assert envs.np_random_seed == (10, 11, 14, 15)  # new seeds, and of no other environment
     close_in_time(envs)
 
 
