@@ -1618,11 +1618,11 @@ def check_continuation(args: Args, logdir: Path, checkpoint: dict[str, Any] | No
     if checkpoint is None and (logdir / "latest.pt").exists():
         raise UsageError(f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
     for name, saved in (checkpoint or {"args": {}})["args"].items():
+        if name in RESUMABLE:
+            continue
         if name not in Args.__dataclass_fields__:
-            raise UsageError(
-                f"{logdir} was begun with {flag(name)} {saved}, which this script lacks: go on with that one."
-            )
-        if name not in RESUMABLE and getattr(args, name) != saved:
+            raise UsageError(f"{logdir} has {flag(name)} {saved}, which this script lacks: resume it with its own.")
+        if getattr(args, name) != saved:
             raise UsageError(f"--resume cannot change {flag(name)} from {saved} to {getattr(args, name)}.")
     if checkpoint is not None:
         done, ranks = checkpoint["counters"]["update"], len(checkpoint["ranks"])

@@ -120,23 +120,21 @@ def report(old: dict[str, Any], new: dict[str, Any], compared: list[dict[str, An
     page = markdown_table(["group", "ours", "old ours / peers", "new", "new / old", "interval", ""], rows)
     names = {tuple(row["peers"]) for row in compared}
     page += f"\nPeers: {'; '.join(', '.join(peers) for peers in sorted(names))}.\n"
-    lines: dict[str, None] = {}  # in order, each once
+    notes: list[str] = []
     for group in {row["group"]: None for row in compared}:
         machines = [machine_of(data, group) for data in (old, new)]
         for label, info in zip(("Old", "New"), machines, strict=True):
             load = info["load_average"][0]
-            lines[f"{label}: commit {info['commit']}, {info['cpu']}, load {load}, {info['date']}.\n"] = None
+            notes.append(f"{label}: commit {info['commit']}, {info['cpu']}, load {load}, {info['date']}.\n")
         versions = [info["packages"] for info in machines]
         for name in sorted(versions[0].keys() | versions[1].keys()):
             before, after = (packages.get(name) for packages in versions)
             if before != after:
-                lines[f"Note: {name} was {before or 'not installed'} and is {after or 'not installed'}.\n"] = None
+                notes.append(f"Note: {name} was {before or 'not installed'} and is {after or 'not installed'}.\n")
         for fact in ("cpu", "cores"):
             if machines[0][fact] != machines[1][fact]:
-                lines[f"Note: the {fact} differ, and ratios of different machines may differ without any change.\n"] = (
-                    None
-                )
-    page += "".join(lines)
+                notes.append(f"Note: the {fact} differ, and ratios of different machines may without any change.\n")
+    page += "".join(dict.fromkeys(notes))  # what is true of several groups, once
     left_out = [group for group in new.get("machines", {}) if carried_over(old, new, group)]
     if left_out:
         page += f"Left out, since New holds Old's measurement of them: {'; '.join(left_out)}.\n"

@@ -717,6 +717,32 @@ def without_times(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [{k: v for k, v in entry.items() if k not in ("seconds", "checkpoint")} for entry in history]
 
 
+def test_a_search_without_a_shared_policy_trains_one_and_goes_on_after_a_kill(
+    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base = tiny_args(cage2, tmp_path, workflow="any", red_agent="b_line", save_every=200)
+    monkeypatch.setattr(cage2, "search_base", lambda args: base)
+    monkeypatch.setattr(cage2, "plot_search", lambda *arguments: None)
+    whole, broken, out = tmp_path / "whole", tmp_path / "broken", tmp_path / "out"
+
+    def work(logdir: Path, **values: Any) -> Callable[[], int | None]:
+        args = search_args(cage2, logdir, tmp_path, n_workflows=1, shared_timesteps=800, **values)
+        return lambda: cage2.search(replace(args, shared=None))
+
+    assert wait(fork(work(whole), out)) == 0, out.read_text()
+    # The shared policy's training saves at its start and after each update.
+    assert wait(fork(killed_after_saves(cage2, 3, work(broken)), out)) == -signal.SIGKILL
+    assert cage2.load_latest(broken / "shared")["counters"]["global_step"] == 400
+    assert wait(fork(work(broken, resume=True), out)) == 0, out.read_text()
+    (ended,), (unbroken,) = (json.loads((d / "history.json").read_text())["history"] for d in (broken, whole))
+    assert without_times([ended]) == without_times([unbroken])
+    order = Path(ended["checkpoint"]).parent.name
+    for name in ("shared", order):
+        assert_same(*(cage2.load_checkpoint(d / name / "latest.pt")["agent"] for d in (broken, whole)))
+    start = cage2.load_checkpoint(broken / order / "latest.pt")["args"]["init_from"]
+    assert start == str(broken / "shared" / "latest.pt")
+
+
 def test_a_search_killed_in_the_middle_of_an_order_goes_on_and_ends_alike(
     cage2: ModuleType, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -315,6 +315,22 @@ def test_a_picture_that_the_disk_refuses_costs_a_warning(
         raise ValueError("a bug")
 
 
+def test_a_picture_and_a_leaderboard_that_the_disk_refuses_cost_no_run(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(logdir: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(script, "plot_curves", refuse)
+    (tmp_path / "best").touch()  # so that no folder can be made there
+    argv = ["--configs", "debug", "--no-compile", "--logdir", str(tmp_path / "run"), "--eval-episodes", "1"]
+    argv += ["--total-timesteps", "512", "--num-envs", "4", "--num-steps", "16"]
+    assert script.main(argv) == 0
+    error = capsys.readouterr().err
+    assert f"{tmp_path / 'run' / 'curves.png'} was not written (No space left on device); the run goes on." in error
+    assert f"{tmp_path / 'best'} was not written (Not a directory); the run goes on." in error
+
+
 # ---- the folder and the process of a run ----------------------------------------------------------------------------
 
 
@@ -450,6 +466,13 @@ def test_a_resumed_run_may_change_nothing_else(script: ModuleType, tmp_path: Pat
     assert changed == CHANGEABLE & saved.keys()
 
 
+def test_a_run_with_an_argument_that_the_script_has_lost_is_refused(script: ModuleType, tmp_path: Path) -> None:
+    """It was begun by another copy, and would become another run."""
+    saved = dataclasses.asdict(script.Args()) | {"gone": 1}
+    with pytest.raises(script.UsageError, match="has --gone 1, which this script lacks: resume it with its own"):
+        script.check_continuation(script.Args(), tmp_path, {"args": saved, "counters": {"update": 0}, "ranks": [None]})
+
+
 def test_an_argument_that_was_saved_before_it_existed_is_named(
     script: ModuleType, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -512,12 +535,18 @@ def test_files_that_cannot_be_written_end_in_one_sentence(
     def broken(args: Any) -> Any:
         raise BrokenPipeError(32, "a worker is gone")
 
+    def not_finite(args: Any) -> Any:
+        raise FloatingPointError("a number is not finite")
+
     (tmp_path / "file").touch()
     monkeypatch.setattr(script, "train", refuse)
     assert script.main([]) == 1
     error = capsys.readouterr().err
     assert error.startswith("error: [Errno 20] Not a directory")
     assert len(error.splitlines()) == 1
+    monkeypatch.setattr(script, "train", not_finite)
+    assert script.main([]) == 1
+    assert capsys.readouterr().err == "error: a number is not finite\n"
     monkeypatch.setattr(script, "train", broken)
     with pytest.raises(BrokenPipeError):  # no file's fault: the whole trace is wanted
         script.main([])

@@ -23,7 +23,7 @@ import pytest
 import torch
 
 from envs.normalize import RunningMeanStd
-from tests.conftest import ROOT, assert_same, load_script
+from tests.conftest import ROOT, assert_same, is_alive, load_script
 from tests.test_resume import fork, rows, wait, wait_for_updates
 
 # Two updates of 64 or 100 transitions, in minibatches of a half; the second update shows that the ranks' weights,
@@ -190,10 +190,13 @@ def test_a_mistake_found_by_rank_0_ends_all_ranks_with_one_sentence(continuous: 
 def test_a_number_that_is_not_finite_names_the_environment_of_the_whole_run(
     continuous: ModuleType, tmp_path: Path
 ) -> None:
-    rewards = torch.zeros(5, 2)
-    rewards[3, 1] = torch.nan
-    with pytest.raises(FloatingPointError, match="rewards of environment 7: a number is not finite at step 3"):
-        continuous.check_finite(tmp_path, 6, torch.zeros(5, 2, 1), rewards=rewards)
+    """Rank 1 has environments 2 and 3; the seed of environment 2 is the one that poisons."""
+    values = {"env_id": "Poison-reward-nan-v0", "vec_env": "sync", "reset_steps": 100}
+    output = tmp_path / "output.txt"
+    codes = run_ranks(2, lambda: continuous.train(tiny(continuous, tmp_path / "run", **values))["signal"], output)
+    assert 0 not in codes
+    assert "rewards of environment 2: a number is not finite at step 3" in output.read_text()
+    assert (tmp_path / "run" / "postmortem_1.npz").exists()
 
 
 @pytest.mark.parametrize("sizes", [(3, 5), (8, 0), (1, 1)])
@@ -239,7 +242,7 @@ def survivors(pids: list[int], seconds: float = 5) -> list[int]:
     """Those that still run after `seconds`."""
     deadline = time.monotonic() + seconds
     while pids and time.monotonic() < deadline:
-        pids = [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+        pids = [pid for pid in pids if is_alive(pid)]
         time.sleep(0.05)
     return pids
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from dataclasses import dataclass
+import sys
+from dataclasses import dataclass, replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,7 +20,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import ROOT, domain, spy, with_args
+from tests.conftest import ROOT, assert_same, domain, spy, weights, with_args
 
 # Rollouts in which episodes are cut by their time limit, and terminate too where the domain knows that.
 COMMON: dict[str, Any] = {"num_minibatches": 4, "update_epochs": 3, "eval_every": 0, "eval_episodes": 2,
@@ -266,3 +268,43 @@ def test_curves_are_drawn_on_demand(watched: Watched, script: ModuleType, capsys
     assert not (Path(watched.args.logdir) / "curves.png").exists()
     assert script.main(["curves", "--logdir", str(watched.args.logdir)]) == 0
     assert (Path(watched.args.logdir) / "curves.png").stat().st_size > 10_000
+
+
+# ---- what goes on beside the learning -------------------------------------------------------------------------------
+
+
+def test_evaluations_saves_and_films_do_not_matter_to_the_learning(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None draws from the generators of the run: a resumed run may change how often they happen."""
+    monkeypatch.setattr(script, "plot_curves", lambda logdir: None)
+    values = COMMON | RUNS[domain(Path(str(script.__file__)))] | {"learning_rate": 1e-3}
+    often = {"eval_every": 1, "save_every": 1, "capture_video": True}
+    for name, more in (("seldom", {}), ("often", often)):
+        args = with_args(script, **(values | more), logdir=str(tmp_path / name))
+        args.total_timesteps = 2 * args.batch_size
+        script.train(args)
+    assert_same(weights(tmp_path / "often"), weights(tmp_path / "seldom"))
+
+
+def test_a_run_on_weights_and_biases_goes_on_when_it_is_resumed(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stand-in notes what the optional package is asked for; the real one wants an account, or hundreds of MB."""
+    started, finished = list[dict[str, Any]](), list[int]()
+    wandb: Any = ModuleType("wandb")
+    wandb.__spec__ = ModuleSpec("wandb", None)
+    wandb.init = lambda **options: started.append(options)
+    wandb.finish = lambda: finished.append(len(started))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setattr(script, "plot_curves", lambda logdir: None)
+    values = COMMON | RUNS[domain(Path(str(script.__file__)))] | {"track": True}
+    args = with_args(script, **values, logdir=str(tmp_path / "run"))
+    for updates in (1, 2):
+        script.train(replace(args, total_timesteps=updates * args.batch_size, resume=updates == 2))
+    other = with_args(script, **values, logdir=str(tmp_path / "other"))
+    script.train(replace(other, total_timesteps=args.batch_size))
+    first, resumed, second = (options["id"] for options in started)
+    assert first == resumed != second
+    assert [options["resume"] for options in started] == ["allow"] * 3
+    assert finished == [1, 2, 3]  # each before the next one begins

@@ -806,14 +806,17 @@ def test_ctrl_c_is_not_swallowed_by_the_emulator(backend: str) -> None:
     def interrupt(signum: int, frame: Any) -> None:
         raise Interrupted
 
+    def play_until_interrupted() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        play_frames(core, 20_000)
+
     core = make_core(backend)
     core.power_on()
     previous = signal.signal(signal.SIGALRM, interrupt)
     try:
         for _ in range(5):
-            signal.setitimer(signal.ITIMER_REAL, 0.02)
             with pytest.raises(Interrupted):
-                play_frames(core, 20_000)
+                play_until_interrupted()
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, previous)

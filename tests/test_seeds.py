@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from benchmarks import seeds
-from tests.conftest import ROOT
+from tests.conftest import ROOT, is_alive
 
 STAND_IN = """
 import json, os, signal, sys, time
@@ -101,10 +101,6 @@ def beginnings(logdir: Path) -> list[int]:
 
 def pid_of(logdir: Path) -> int:
     return int((logdir / "output.txt").read_text().split()[-1])
-
-
-def is_alive(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
 
 
 # ---- running --------------------------------------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from gymnasium.spaces import Box, Discrete
 
 from envs._worker_pool import CLOSE_SECONDS, limit_waits
 from envs.subproc_vec_env import SubprocVecEnv, WorkerError
+from tests.conftest import is_alive
 from tests.test_subproc_vec_env import CONTEXTS, MODES, CountEnv
 
 ROOT = Path(__file__).parent.parent
@@ -156,13 +157,6 @@ def children() -> set[int]:
             if int(parent) == os.getpid() and b"resource_tracker" not in arguments and b"forkserver" not in arguments:
                 found.add(int(entry.name))
     return found
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def wait_until_dead(pids: list[int], seconds: float) -> list[int]:
@@ -1098,21 +1092,19 @@ class TraceableEnv(gym.Env):
         return self.observe(action), action / 7, self.count % (11 + self.index) == 0, False, {"count": self.count}
 
 
-def soak(num_steps: int, seconds_between_kills: float, min_kills: int) -> None:
+def soak(num_steps: int, seconds_between_kills: float, min_restarts: int) -> None:
     """Step while a killer kills random workers; check every transition, and that nothing grows."""
-    num_envs, kills = 8, 0
+    num_envs = 8
     env_fns = [partial(TraceableEnv, n) for n in range(num_envs)]
     envs = SubprocVecEnv(env_fns, 3, autoreset_mode="SameStep", on_worker_failure="restart", step_timeout=20.0)
     stop = threading.Event()
 
     def kill_now_and_then() -> None:
-        nonlocal kills
         while not stop.wait(seconds_between_kills):
             try:
                 # Not one that was just replaced: on a busy machine it might be killed 4 times before its first step.
                 victim = random.choice([worker for worker in envs._pool.workers if worker.failures == 0])
                 os.kill(victim.process.pid, signal.SIGKILL)
-                kills += 1
             except (ProcessLookupError, ValueError, AttributeError, IndexError):
                 pass  # is just being replaced
 
@@ -1123,7 +1115,7 @@ def soak(num_steps: int, seconds_between_kills: float, min_kills: int) -> None:
     killer.start()
     try:
         step = 0
-        while step < num_steps or kills < min_kills:
+        while step < num_steps or restarts < min_restarts:
             actions = generator.integers(0, 1000, num_envs)
             following, rewards, terminations, truncations, infos = envs.step(actions)
             restarted = infos.get("worker_restarted", np.zeros(num_envs, bool))
@@ -1152,7 +1144,7 @@ def soak(num_steps: int, seconds_between_kills: float, min_kills: int) -> None:
     finally:
         stop.set()
         killer.join()
-    assert restarts >= min_kills // 2 > 3
+    assert restarts >= min_restarts > 3
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss <= memory + 30_000  # KB
     assert len(children()) <= 3
@@ -1161,11 +1153,11 @@ def soak(num_steps: int, seconds_between_kills: float, min_kills: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*WARN")
 def test_every_transition_is_valid_while_workers_are_killed() -> None:
-    soak(num_steps=500, seconds_between_kills=0.2, min_kills=10)
+    soak(num_steps=500, seconds_between_kills=0.2, min_restarts=5)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.filterwarnings("ignore:.*WARN")
 def test_soak_of_ten_thousand_steps_with_a_kill_every_second() -> None:
-    soak(num_steps=10_000, seconds_between_kills=1.0, min_kills=60)
+    soak(num_steps=10_000, seconds_between_kills=1.0, min_restarts=30)
