@@ -26,7 +26,8 @@ def args_of_command(script: ModuleType, words: list[str]) -> dict[str, Any]:
 
 def args_of_run(script: ModuleType, logdir: Path) -> dict[str, Any]:
     """Those of a run. Arguments that the script has gained since get their defaults, which change nothing."""
-    return learning_args(script, script.known_args(json.loads((logdir / "config.json").read_text())["args"]))
+    saved = json.loads((logdir / "config.json").read_text())["args"]
+    return learning_args(script, script.known_args(asdict(script.Args()) | saved))
 
 
 def is_current(script: ModuleType, words: list[str], logdir: Path) -> bool:
