@@ -135,6 +135,12 @@ def read_run(logdir: Path) -> dict[str, Any]:
     }
 
 
+def minutes_of(run: dict[str, Any]) -> np.ndarray:
+    """When each evaluation took place, in minutes of the run; its time was spent evenly over its steps."""
+    steps = np.array(run["evaluations"]["global_step"])
+    return run["seconds"] / 60 * steps / steps[-1]
+
+
 def merge(stored: dict[str, Any], task: str, steps: int) -> dict[str, Any]:
     """{"command", "args", "seeds": {seed: run}, "sb3_seeds": {seed: run}} of a task: the stored runs and the finished
     ones, of ours those that had `args`."""
@@ -201,16 +207,20 @@ def report(steps: int, folder: Path = RESULTS) -> None:
     commits = {task: {run["commit"][:7] for run in result["seeds"].values() if run.get("commit")}
                for task, result in tasks.items()}  # fmt: skip
     noted = "; ".join(f"{task} {', '.join(sorted(found))}" for task, found in commits.items() if found)
-    page += f"\n![curves]({name}.png)\n\nRuns on {' and '.join(cpus)}"
+    page += f"\n![curves over steps]({name}.png)\n"
+    page += f"\n![curves over minutes]({name}_minutes.png)\n\nMinutes of ours are those of collecting and learning, "
+    page += f"SB3's also hold its start and its evaluations.\n\nRuns on {' and '.join(cpus)}"
     page += f", of the commits (noted since November 2026) {noted}. " if noted else ". "
     page += machine_line(info, "Page written")
     write_results(name, {"machine": info, "tasks": everything}, page, folder)
     if tasks:
-        draw(tasks, folder / f"{name}.png")
+        draw(tasks, folder / f"{name}.png", "million environment steps")
+        draw(tasks, folder / f"{name}_minutes.png", "minutes")
 
 
-def draw(tasks: dict[str, Any], path: Path) -> None:
-    """A panel a task: every seed's evaluations, SB3's dotted, and the published score as a line."""
+def draw(tasks: dict[str, Any], path: Path, over: str) -> None:
+    """A panel a task: every seed's evaluations over steps or (logarithmic) minutes, SB3's dotted, and the published
+    score as a line."""
     columns = min(4, len(tasks))
     lines = -(-len(tasks) // columns)
     figure = matplotlib.figure.Figure(figsize=(3.6 * columns, 2.7 * lines), layout="constrained")
@@ -222,15 +232,18 @@ def draw(tasks: dict[str, Any], path: Path) -> None:
         ):
             for run in runs.values():
                 steps = np.array(run["evaluations"]["global_step"])
-                axis.plot(steps / 1e6, run["evaluations"]["mean_return"], **style)
+                when = minutes_of(run) if over == "minutes" else steps / 1e6
+                axis.plot(when, run["evaluations"]["mean_return"], **style)
         published = TASKS[task][1]
         if not np.isnan(published):
             axis.axhline(published, color="0.4", ls="--", lw=1)
+        if over == "minutes":
+            axis.set_xscale("log")
         axis.set_title(task, fontsize=9)
         axis.grid(alpha=0.3)
     for axis in axes[len(tasks) :]:
         axis.set_visible(False)
-    figure.supxlabel("million environment steps", fontsize=9)
+    figure.supxlabel(over, fontsize=9)
     figure.savefig(path, dpi=90)
 
 

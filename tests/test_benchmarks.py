@@ -120,6 +120,11 @@ def test_a_length_of_time_is_positive() -> None:
             common.positive_seconds(text)
 
 
+def test_evaluations_are_spread_over_the_minutes_of_a_run() -> None:
+    run = {"seconds": 240.0, "evaluations": {"global_step": [500.0, 1000.0, 2000.0]}}
+    assert mujoco_learning.minutes_of(run).tolist() == [1.0, 2.0, 4.0]
+
+
 def test_sb3s_runs_outlive_a_change_of_our_presets_but_none_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
