@@ -174,14 +174,6 @@ def run_tiny(continuous: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyP
     return run
 
 
-def is_alive(pid: int) -> bool:
-    """Whether a process still runs: one that has ended and that nobody has waited for yet does not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 def weights(logdir: Path | str, checkpoint: str = "latest.pt") -> dict[str, torch.Tensor]:
     """The agent's parameters in a checkpoint."""
     return torch.load(Path(logdir) / checkpoint, weights_only=True)["agent"]

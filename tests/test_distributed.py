@@ -23,8 +23,9 @@ import pytest
 import torch
 
 from envs.normalize import RunningMeanStd
-from tests.conftest import ROOT, assert_same, is_alive, load_script
+from tests.conftest import ROOT, assert_same, load_script
 from tests.test_resume import fork, rows, wait, wait_for_updates
+from tests.test_subproc_faults import is_alive
 
 # Two updates of 64 or 100 transitions, in minibatches of a half; the second update shows that the ranks' weights,
 # statistics and random numbers stayed equal.

@@ -19,7 +19,8 @@ import numpy as np
 import pytest
 
 from benchmarks import seeds
-from tests.conftest import ROOT, is_alive
+from tests.conftest import ROOT
+from tests.test_subproc_faults import is_alive
 
 STAND_IN = """
 import json, os, signal, sys, time

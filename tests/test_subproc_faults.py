@@ -28,7 +28,6 @@ from gymnasium.spaces import Box, Discrete
 
 from envs._worker_pool import CLOSE_SECONDS, limit_waits
 from envs.subproc_vec_env import SubprocVecEnv, WorkerError
-from tests.conftest import is_alive
 from tests.test_subproc_vec_env import CONTEXTS, MODES, CountEnv
 
 ROOT = Path(__file__).parent.parent
@@ -157,6 +156,14 @@ def children() -> set[int]:
             if int(parent) == os.getpid() and b"resource_tracker" not in arguments and b"forkserver" not in arguments:
                 found.add(int(entry.name))
     return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process still runs: one that has ended and that nobody has waited for yet does not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def wait_until_dead(pids: list[int], seconds: float) -> list[int]:
