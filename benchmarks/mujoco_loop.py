@@ -167,14 +167,15 @@ def page_of(data: dict[str, Any]) -> str:
         "ratios of the medians; shares of time are of the last round.\n"
     )
     for group, figures in sorted(groups.items()):
-        speeds = {name: summary(rounds)["median"] for name, rounds in figures.items()}
-        fastest_sb3 = max((name for name in speeds if name.startswith("SB3")), key=lambda name: speeds[name])
+        speeds = {name: summary(rounds) for name, rounds in figures.items()}
+        fastest_sb3 = max((name for name in speeds if name.startswith("SB3")), key=lambda name: speeds[name]["median"])
         references = ("limit", "CleanRL-style: sync", fastest_sb3)
         rows = []
         for name, measured in figures.items():
             ratios = [f"{median_ratio(measured, figures[reference]):.2f}" for reference in references]
-            span = f"{min(measured):,.0f} - {max(measured):,.0f}"
-            rows.append([name, f"{speeds[name]:,.0f}", span, *ratios, split_of(data["last_shares"][group][name])])
+            speed = speeds[name]
+            rows.append([name, f"{speed['median']:,.0f}", f"{speed['min']:,.0f} - {speed['max']:,.0f}", *ratios,
+                         split_of(data["last_shares"][group][name])])  # fmt: skip
         header = ["loop", "steps/s", "min - max", *(f"x {reference}" for reference in references),
                   "environment / inference / advantages / update"]  # fmt: skip
         page += f"\n## {group}\n\n{markdown_table(header, rows)}\n"
