@@ -27,7 +27,7 @@ from typing import Any
 from gymnasium import Env
 from gymnasium.vector import AutoresetMode
 
-from envs._plain_state import plain, plain_attributes, restored, set_attributes, state_layers
+from envs import state as env_state
 from envs._shared_memory import SharedBatch, copies_of_rows, map_tree, row_of, write_tree
 
 # Columns of SharedBatch.control, one row per worker.
@@ -338,11 +338,8 @@ class Worker:
         """Return what `set_state` needs to continue as if nothing had happened."""
 
         def get_one(slot: int, _: None) -> dict[str, Any]:
-            env, wrappers = state_layers(self.envs[slot])
             return {
-                # what no checkpoint can hold fails here, not on resume
-                "env": plain(env.get_state(), f"The state of {type(env).__name__}"),
-                "wrappers": [plain_attributes(wrapper) for wrapper in wrappers],
+                **env_state.get_state(self.envs[slot]),
                 "needs_reset": self.needs_reset[slot],
                 "episode_return": self.returns[slot],
                 "episode_length": self.lengths[slot],
@@ -354,10 +351,7 @@ class Worker:
         """Restore what `get_state` returned."""
 
         def set_one(slot: int, state: dict[str, Any]) -> None:
-            env, wrappers = state_layers(self.envs[slot])
-            env.set_state(restored(state["env"]))
-            for wrapper, attributes in zip(wrappers, state["wrappers"], strict=True):
-                set_attributes(wrapper, attributes)
+            env_state.set_state(self.envs[slot], state)
             self.needs_reset[slot] = state["needs_reset"]
             self.returns[slot], self.lengths[slot] = state["episode_return"], state["episode_length"]
 

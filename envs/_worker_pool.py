@@ -391,6 +391,8 @@ class WorkerPool:
             + (f"\n\n{error.trace}" if all(error.trace != other.trace for other in errors[:i]) else "")
             for i, error in enumerate(errors)
         )
+        if errors[-1].name == "NoState":
+            message = f"Environment {errors[-1].env_index}: {errors[-1].message}"
         last = errors[-1]
         module = sys.modules.get(last.module)
         failure = WorkerError.of_kind(getattr(module, last.name, None), message)

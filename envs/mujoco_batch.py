@@ -9,43 +9,102 @@ loop over robots. What is left for Python is one row-wise formula per task (`_mu
 the noise of every reset, comes from one instance made by `gymnasium.make`.
 """
 
+import ctypes
 import difflib
 import os
-import threading
+import sys
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Self
+
+# Without a display, OpenGL draws with EGL. MuJoCo reads this when it is imported, which fails where EGL is missing.
+if sys.platform == "linux" and not {"MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
+    try:
+        ctypes.CDLL("libEGL.so.1")
+        os.environ["MUJOCO_GL"] = "egl"
+    except OSError:
+        pass
 
 import gymnasium as gym
 import mujoco
 import numpy as np
+from gymnasium.envs.mujoco.mujoco_rendering import MujocoRenderer
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.utils import seeding
+from gymnasium.utils.env_checker import data_equivalence
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
+from gymnasium.wrappers import OrderEnforcing, PassiveEnvChecker, TimeLimit
 
 from envs._mujoco_simulations import Array, Simulations
 from envs._mujoco_tasks import TASKS, Infos
 
-_one_at_a_time = threading.RLock()  # the process has one handler of MuJoCo's warnings
+
+def _pass_on_warning(message: str) -> None:
+    """Turn MuJoCo's messages into Python warnings, and drop its note that HalfCheetah's model uses `settotalmass`: that
+    is Gymnasium's model, not the user's. MuJoCo itself would print them, and write a file MUJOCO_LOG.TXT."""
+    if "settotalmass" in message:
+        return
+    try:
+        warnings.warn(f"MuJoCo: {message}", stacklevel=2)
+    except Warning as error:  # warnings are errors here, but no exception can pass through MuJoCo's C code
+        print(error, file=sys.stderr)
 
 
-@contextmanager
-def without_deprecation_note() -> Iterator[None]:
-    """Drop MuJoCo's note, on the screen and in a file MUJOCO_LOG.TXT in the working folder, that the model of
-    HalfCheetah uses `settotalmass`: Gymnasium's model, not the user's. Other messages become warnings."""
-    messages: list[str] = []
-    with _one_at_a_time:
-        previous = mujoco.get_mju_user_warning()
-        mujoco.set_mju_user_warning(messages.append)
-        try:
-            yield
-        finally:
-            mujoco.set_mju_user_warning(previous)
-    for message in messages:  # only now: where warnings are errors, they cannot pass through MuJoCo's code
-        if "settotalmass" not in message:
-            warnings.warn(message, stacklevel=2)
+if mujoco.get_mju_user_warning() is None:
+    mujoco.set_mju_user_warning(_pass_on_warning)
+
+
+def is_plain_task(env: gym.Env) -> bool:
+    """Whether `env` is what `gymnasium.make` returns for one of TASKS, with any arguments, so that
+    `MujocoBatchVecEnv.like(env, ...)` computes the same: nobody has wrapped it or changed an attribute of it."""
+    spec = env.unwrapped.spec
+    if spec is None or spec.id not in TASKS or not type(env.unwrapped).__module__.startswith("gymnasium.envs.mujoco."):
+        return False
+    *wrappers, inner = _layers(env)
+    if not {type(wrapper) for wrapper in wrappers} <= {TimeLimit, OrderEnforcing}:
+        return False
+    twin = gym.make(spec.id, max_episode_steps=_time_limit(env), **spec.kwargs)
+    *twin_wrappers, twin_inner = _layers(twin)
+    same = [type(wrapper) for wrapper in wrappers] == [type(wrapper) for wrapper in twin_wrappers]
+    same = same and all(map(_same_attributes, (*wrappers, inner), (*twin_wrappers, twin_inner)))
+    twin.close()
+    return same
+
+
+def _layers(env: Any) -> list[Any]:
+    """`env`, the wrappers below and the innermost environment, without Gymnasium's checker, which changes nothing."""
+    layers = [env]
+    while isinstance(layers[-1], gym.Wrapper):
+        layers.append(layers[-1].env)
+    return [layer for layer in layers if type(layer) is not PassiveEnvChecker]
+
+
+def _time_limit(env: gym.Env) -> int:
+    """The number of steps after which an episode is cut, or -1, which means to `gymnasium.make` that none is."""
+    return env.get_wrapper_attr("_max_episode_steps") if env.has_wrapper_attr("_max_episode_steps") else -1
+
+
+def _same_attributes(layer: Any, twin: Any) -> bool:
+    ignored = {"env", "_cached_spec", "_elapsed_steps", "_has_reset", "_np_random", "_np_random_seed"}  # set by use
+    mine, its = ({k: v for k, v in vars(part).items() if k not in ignored} for part in (layer, twin))
+    return mine.keys() == its.keys() and all(_same_value(mine[name], its[name]) for name in mine)
+
+
+def _same_value(value: Any, twin: Any) -> bool:
+    if type(value) is not type(twin):
+        return False
+    if isinstance(value, mujoco.MjModel):
+        return _model_bytes(value) == _model_bytes(twin)
+    if isinstance(value, mujoco.MjData | MujocoRenderer):
+        return True
+    return data_equivalence(value, twin)
+
+
+def _model_bytes(model: mujoco.MjModel) -> bytes:
+    buffer = np.empty(mujoco.mj_sizeModel(model), np.uint8)
+    mujoco.mj_saveModel(model, None, buffer)
+    return buffer.tobytes()
 
 
 class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
@@ -62,8 +121,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
 
     Observations are (N, d) float64, rewards (N,) float64, terminations and truncations (N,) bool. Returned
     arrays are fresh, but masks in `infos` that say the same may be one array. Where the physics blows up, MuJoCo
-    warns (on the screen and in MUJOCO_LOG.TXT) and sets that simulation back to the model's defaults, and the
-    episode goes on, as in Gymnasium.
+    warns and sets that simulation back to the model's defaults, and the episode goes on, as in Gymnasium.
 
     Raises:
         ValueError: `env_id` is not one of the tasks, or a number is out of range.
@@ -87,8 +145,7 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         if str(make_kwargs.get("render_mode")).endswith("_list"):
             raise ValueError(f"render_mode={make_kwargs['render_mode']!r} would collect the frames of steps that this "
                              "environment does not make one by one: use 'rgb_array'.")  # fmt: skip
-        with without_deprecation_note():
-            self._template = gym.make(env_id, **{"render_mode": "rgb_array", **make_kwargs})
+        self._template = gym.make(env_id, **{"render_mode": "rgb_array", **make_kwargs})
         env: Any = self._template.unwrapped
         self._template.reset(seed=0)  # it will not render before
         self.num_envs = num_envs
@@ -120,6 +177,13 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         self._drawn: list[Array] = []
         env.set_state = lambda qpos, qvel: self._drawn.extend((qpos, qvel))
         env._get_obs = lambda: None
+
+    @classmethod
+    def like(cls, env: gym.Env, num_envs: int, num_threads: int | None = None) -> Self:
+        """`num_envs` copies of `env`, for which `is_plain_task` must hold."""
+        spec = env.unwrapped.spec
+        assert spec is not None
+        return cls(spec.id, num_envs, num_threads, max_episode_steps=_time_limit(env), **spec.kwargs)
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None

@@ -1,0 +1,211 @@
+"""The state of an environment and of all wrappers around it, as plain values that a checkpoint can hold.
+
+    state = get_state(env)   # a copy: dicts, lists, tuples, numbers, strings and arrays
+    set_state(env, state)    # now `env`, or another one that was made in the same way, goes on from there, bit for bit
+
+An environment can be saved if it, or a wrapper of it, has `get_state()` and `set_state(state)`, or if it is one of
+Gymnasium's `MujocoEnv`. Of the wrappers around that layer the attributes are saved: TimeLimit's counter of steps,
+random generators, stacked frames, whatever a user's own wrapper remembers.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections import deque
+from collections.abc import Collection
+from enum import Enum
+from functools import partial
+from pathlib import PurePath
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import numpy as np
+from gymnasium import Env, Space, Wrapper
+from gymnasium.envs.registration import EnvSpec
+from gymnasium.wrappers import PassiveEnvChecker
+
+
+class NoState(TypeError):
+    """An environment cannot be saved; the text says why in one sentence."""
+
+
+def get_state(env: Env) -> dict[str, Any]:
+    """The state of `env` and its wrappers. Raises NoState if some part of it cannot be saved."""
+    inner, wrappers = _layers(env)
+    if _is_mujoco(inner):
+        state = _mujoco_state(inner)
+    else:
+        state = _to_plain(inner.get_state(), f"The state of {type(inner).__name__}")
+    return {"env": state, "wrappers": [_attributes(wrapper) for wrapper in wrappers]}
+
+
+def set_state(env: Env, state: dict[str, Any]) -> None:
+    """Restore what `get_state` returned, sharing nothing with it."""
+    inner, wrappers = _layers(env)
+    if _is_mujoco(inner):
+        _set_mujoco_state(inner, state["env"])
+    else:
+        inner.set_state(_from_plain(state["env"]))
+    for wrapper, attributes in zip(wrappers, state["wrappers"], strict=True):
+        _set_attributes(wrapper, attributes)
+
+
+def _layers(env: Env) -> tuple[Any, list[Wrapper]]:
+    """The outermost layer that can be asked for its state, and the wrappers around it."""
+    layer: Any = env
+    wrappers: list[Wrapper] = []
+    while not (_is_mujoco(layer) or (hasattr(type(layer), "get_state") and hasattr(type(layer), "set_state"))):
+        if not isinstance(layer, Wrapper):
+            raise NoState(
+                f"{env} cannot be saved, because {type(layer).__name__} lacks get_state() and set_state(state): "
+                "give it both, or train without exact resume."
+            )
+        wrappers.append(layer)
+        layer = layer.env
+    return layer, wrappers
+
+
+# ---- attributes of wrappers ---------------------------------------------------------------------------------------
+
+# What belongs to no state: how a wrapper was made, pictures, tools.
+UNSAVED_NAMES = {
+    *("_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs", "metadata", "_metadata"),
+    *("frame_list", "recorded_frames", "render_history"),
+}
+UNSAVED_TYPES = (
+    *(Env, Space, EnvSpec, type, np.dtype, ModuleType, FunctionType, BuiltinFunctionType, MethodType, partial),
+    *(PurePath, logging.Logger),
+)
+# The key of a dict that stands for a value of another type: "generator", "object", "scalar", "deque" or "dict".
+KIND = "__kind__"
+
+
+def _attributes(holder: Any, unsaved: Collection[str] = (), inside: tuple[Any, ...] = ()) -> dict[str, Any]:
+    """Copies of the attributes of `holder`, which is a part of the objects `inside`.
+
+    A random generator, and an object with attributes of its own, such as the statistics of Gymnasium's
+    NormalizeObservation, are restored in place.
+    """
+    if isinstance(holder, PassiveEnvChecker):
+        return {}  # it compares the first steps of this very environment
+    state: dict[str, Any] = {}
+    for name, value in vars(holder).items():
+        if name in UNSAVED_NAMES or name in unsaved or isinstance(value, UNSAVED_TYPES):
+            continue
+        if type(value).__module__.startswith("pygame"):  # a window and its clock
+            continue
+        where = f"{type(holder).__name__}.{name}"
+        if isinstance(value, np.random.Generator):
+            state[name] = {KIND: "generator", "state": _to_plain(value.bit_generator.state, where)}
+        elif _has_only_attributes(value):
+            if any(value is outer for outer in (*inside, holder)):
+                raise NoState(f"{where} is what it is a part of, and that cannot be saved.")
+            state[name] = {KIND: "object", "attributes": _attributes(value, inside=(*inside, holder))}
+        else:
+            state[name] = _to_plain(value, where)
+    return state
+
+
+def _set_attributes(holder: Any, state: dict[str, Any]) -> None:
+    for name, saved in state.items():
+        match saved:
+            case {"__kind__": "generator", "state": generator_state}:
+                getattr(holder, name).bit_generator.state = _from_plain(generator_state)
+            case {"__kind__": "object", "attributes": attributes}:
+                _set_attributes(getattr(holder, name), attributes)
+            case _:
+                vars(holder)[name] = _from_plain(saved)
+
+
+class _Empty:
+    pass
+
+
+def _has_only_attributes(value: Any) -> bool:
+    """Whether `value` keeps nothing in slots or in C, where its class would need more space than an empty one."""
+    same_size = type(value).__basicsize__ == _Empty.__basicsize__
+    return hasattr(value, "__dict__") and same_size and not isinstance(value, Enum)
+
+
+def _to_plain(value: Any, where: str) -> Any:
+    """A copy of `value` made of what `torch.load(weights_only=True)` reads; `where` names it if there is none."""
+    if isinstance(value, np.generic):
+        if value.dtype.kind in "biufc":
+            return {KIND: "scalar", "value": np.asarray(value)}  # a Python number would compute in another precision
+        value = value.item()
+    if type(value) in (bool, int, float, str, type(None)):
+        return value
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return value.copy()
+    if type(value) in (list, tuple):
+        return type(value)(_to_plain(item, where) for item in value)
+    if type(value) is deque:
+        return {KIND: "deque", "items": [_to_plain(item, where) for item in value], "maxlen": value.maxlen}
+    if type(value) is dict:
+        if KIND not in value and all(type(key) in (int, str) for key in value):
+            return {key: _to_plain(item, where) for key, item in value.items()}
+        return {KIND: "dict", "items": [(_to_plain(key, where), _to_plain(item, where)) for key, item in value.items()]}
+    raise NoState(
+        f"{where} holds a {type(value).__name__}, which cannot be saved: use numbers, strings, arrays, lists, tuples, "
+        "dicts and deques, give it get_state() and set_state(state), or train without exact resume."
+    )
+
+
+def _from_plain(saved: Any) -> Any:
+    """What `_to_plain` was given, sharing nothing with `saved`."""
+    match saved:
+        case np.ndarray():
+            return saved.copy()
+        case list() | tuple():
+            return type(saved)(_from_plain(item) for item in saved)
+        case {"__kind__": "scalar", "value": array}:
+            return array[()]
+        case {"__kind__": "deque", "items": items, "maxlen": maxlen}:
+            return deque(map(_from_plain, items), maxlen)
+        case {"__kind__": "dict", "items": items}:
+            return {_from_plain(key): _from_plain(item) for key, item in items}
+        case dict():
+            return {key: _from_plain(item) for key, item in saved.items()}
+    return saved
+
+
+# ---- MuJoCo ---------------------------------------------------------------------------------------------------------
+
+
+def _is_mujoco(env: Any) -> bool:
+    module = sys.modules.get("gymnasium.envs.mujoco.mujoco_env")  # not imported here: most environments do without
+    return module is not None and isinstance(env, module.MujocoEnv)
+
+
+def _mujoco_state(env: Any) -> dict[str, Any]:
+    import mujoco
+
+    integration = np.empty(mujoco.mj_stateSize(env.model, mujoco.mjtState.mjSTATE_INTEGRATION))
+    mujoco.mj_getState(env.model, env.data, integration, mujoco.mjtState.mjSTATE_INTEGRATION)
+    derived = {name: value.copy() for name, value in _arrays(env.data).items()}
+    state = {"integration": integration, "derived": derived, "rng": env.np_random.bit_generator.state}
+    if not type(env).__module__.startswith("gymnasium.envs.mujoco."):  # whose tasks keep all else in the simulation
+        state["attributes"] = _attributes(env, unsaved=("model", "data", "mujoco_renderer"))
+    return state
+
+
+def _set_mujoco_state(env: Any, state: dict[str, Any]) -> None:
+    import mujoco
+
+    mujoco.mj_setState(env.model, env.data, state["integration"], mujoco.mjtState.mjSTATE_INTEGRATION)
+    # After mj_step the positions of bodies lag the coordinates by one sub-step, and rewards are computed from them;
+    # mj_forward, which the arrays of contacts need for their size, lets them catch up. So they are put back.
+    mujoco.mj_forward(env.model, env.data)
+    for name, value in _arrays(env.data).items():
+        saved = state["derived"].get(name)  # a contact may have begun in that sub-step: its arrays are nowhere saved
+        if saved is not None and value.shape == saved.shape:
+            value[...] = saved
+    env.np_random.bit_generator.state = state["rng"]
+    _set_attributes(env, state.get("attributes", {}))
+
+
+def _arrays(data: Any) -> dict[str, np.ndarray]:
+    """The numerical arrays of a simulation by name, as live views."""
+    arrays = {name: getattr(data, name) for name in dir(data) if not name.startswith("_")}
+    return {name: a for name, a in arrays.items() if isinstance(a, np.ndarray) and a.dtype.kind in "fiu" and a.size}
