@@ -33,11 +33,11 @@ class RunningMeanStd:
     def update(self, batch: np.ndarray) -> bool:
         """Absorb `batch` (batch_size, *shape); rows that are not finite are left out, and False is returned."""
         deviations = np.asarray(batch, np.float64) - self.mean  # squares of float32 overflow at 2e19
-        squares = np.linalg.vecdot(deviations, deviations, axis=0)
+        squares = np.add.reduce(deviations * deviations, 0)
         finite = math.isfinite(np.add.reduce(squares, None))
         if not finite:
             deviations = deviations[np.isfinite(deviations).reshape(len(deviations), -1).all(1)]
-            squares = np.linalg.vecdot(deviations, deviations, axis=0)
+            squares = np.add.reduce(deviations * deviations, 0)
         sums, size = np.add.reduce(deviations, 0), len(deviations)
         if self.gather is not None:
             moments = np.sum(self.gather(np.concatenate([np.ravel(sums), np.ravel(squares), [size]])), axis=0)
