@@ -65,23 +65,25 @@ def write_tree(target: Any, value: Any, casting: Any = "unsafe") -> None:
 
     NumPy alone would silently broadcast many a wrong shape, and wrap integers beyond the target's type.
     """
-    if isinstance(target, dict):
-        for key, part in target.items():
-            write_tree(part, value[key], casting)
-    elif isinstance(target, tuple):
-        for part, part_value in zip(target, value, strict=True):
-            write_tree(part, part_value, casting)
-    else:
-        array = np.asarray(value)
+    if isinstance(target, np.ndarray):
+        array = value if isinstance(value, np.ndarray) else np.asarray(value)
         if array.shape != target.shape:
             error = ValueError if array.shape else TypeError
             raise error(f"expected an array of shape {target.shape}, got one of shape {array.shape}")
-        if array.dtype == target.dtype or array.dtype.kind not in "iu" or target.dtype.kind not in "iu":
+        if array.dtype == target.dtype:
+            target[...] = array
+        elif array.dtype.kind not in "iu" or target.dtype.kind not in "iu":
             np.copyto(target, array, casting)
-            return
-        target[...] = array
-        if (differs := target != array).any():
-            raise TypeError(f"{array[differs][0]} does not fit {target.dtype}")
+        else:
+            target[...] = array
+            if (differs := target != array).any():
+                raise TypeError(f"{array[differs][0]} does not fit {target.dtype}")
+    elif isinstance(target, dict):
+        for key, part in target.items():
+            write_tree(part, value[key], casting)
+    else:
+        for part, part_value in zip(target, value, strict=True):
+            write_tree(part, part_value, casting)
 
 
 # ---- the file -------------------------------------------------------------------------------------------------------
@@ -150,11 +152,14 @@ def _arrays_of(places: Any, arrays: list[np.ndarray]) -> Any:
     return tuple(_arrays_of(part, arrays) for part in places) if isinstance(places, tuple) else arrays[places]
 
 
+InfoLayout = dict[str, type]  # key -> type of its value
+
+
 class InfoTable:
     """Infos that consist of the same few floats at every step, as rows of the shared memory.
 
     MuJoCo's environments return such infos, and pickling, unpickling and merging them costs more than the physics of
-    a small robot. Infos of other keys or types are pickled.
+    a small robot. Infos of another layout are pickled.
 
     Args:
         values: (num_envs, MAX_INFO_KEYS) float64.
@@ -164,35 +169,43 @@ class InfoTable:
     def __init__(self, values: np.ndarray, present: np.ndarray) -> None:
         self.values, self.present = values, present
         self.bytes = values.data.cast("B")
-        self.use_keys([])
+        self.use_layout({})
 
-    def use_keys(self, keys: list[str]) -> None:
-        self.keys = keys
-        self.row = struct.Struct(f"{len(keys)}d")
-
-    def fits(self, info: dict[str, Any]) -> bool:
-        return len(info) <= MAX_INFO_KEYS and all(type(value) in (float, np.float64) for value in info.values())
+    def use_layout(self, layout: InfoLayout) -> None:
+        self.layout, self.keys, self.types = layout, [*layout], [*layout.values()]
+        self.row = struct.Struct(f"{len(layout)}d")
 
     def write(self, env_index: int, info: dict[str, Any]) -> bool:
-        """Write `info` to its environment's row if it has the table's keys; return whether."""
-        if [*info] != self.keys or not {*map(type, info.values())} <= {float, np.float64}:
+        """Write `info` to its environment's row if it has the table's layout; return whether."""
+        if [*info] != self.keys or [*map(type, info.values())] != self.types:
             return False
         self.row.pack_into(self.bytes, env_index * MAX_INFO_KEYS * 8, *info.values())
         return True
 
     def read(self) -> dict[str, Any]:
         """Return the infos in Gymnasium's vector format, as if environments whose info is elsewhere had none."""
-        if not self.present.any():
+        count = np.count_nonzero(self.present)
+        if count == 0:
             return {}
-        columns = self.values[:, : len(self.keys)].T.copy()
-        columns[:, ~self.present] = 0
+        columns = self.values[:, : len(self.layout)].T.copy()
+        if count < len(self.present):
+            columns[:, ~self.present] = 0
         infos: dict[str, Any] = {}
-        for key, column in zip(self.keys, columns, strict=True):
-            infos[key] = column
+        for (key, kind), column in zip(self.layout.items(), columns, strict=True):
+            infos[key] = column.astype(kind, copy=False)
             infos[f"_{key}"] = self.present.copy()
         return infos
 
     def read_each(self) -> list[tuple[int, dict[str, Any]]]:
         """Return the same infos one by one, each with the number of its environment."""
-        present = np.flatnonzero(self.present).tolist()
-        return [(n, dict(zip(self.keys, self.values[n].tolist(), strict=False))) for n in present]
+        rows = [
+            (n, zip(self.layout.items(), self.values[n], strict=False)) for n in np.flatnonzero(self.present).tolist()
+        ]
+        return [(n, {key: kind(value) for (key, kind), value in row}) for n, row in rows]
+
+
+def info_layout(info: dict[str, Any]) -> InfoLayout:
+    """Return the layout of infos like this one, or {} if they do not fit an InfoTable."""
+    layout = {key: type(value) for key, value in info.items()}
+    fits = len(layout) <= MAX_INFO_KEYS and {*layout.values()} <= {float, np.float64, np.float32}
+    return layout if fits else {}

@@ -247,8 +247,8 @@ class EnvWorker:
         self.actions = map_tree(shared.actions, lambda array: array[rows])
         self.observations = [row_of(shared.observations, i) for i in self.env_indices]
 
-    def use_info_keys(self, _: int, keys: list[str]) -> None:
-        self.infos.use_keys(keys)
+    def use_info_layout(self, _: int, layout: _shared_memory.InfoLayout) -> None:
+        self.infos.use_layout(layout)
 
     def reset(self, slot: int, kwargs: dict[str, Any]) -> dict[str, Any] | None:
         observation, info = self.begin_episode(slot, **kwargs)

@@ -17,7 +17,7 @@ import socket
 import struct
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import connection, util
 from typing import Any
 
@@ -25,7 +25,7 @@ from gymnasium import Env, logger
 from gymnasium.vector.utils import CloudpickleWrapper, clear_mpi_env_vars
 
 from envs import _subproc_worker as protocol
-from envs._shared_memory import SharedBatch, anonymous_file, map_control, map_tree
+from envs._shared_memory import InfoLayout, SharedBatch, anonymous_file, map_control, map_tree
 from envs._subproc_worker import COMMAND, MESSAGE, NONE, REPLY, RUNNING, STEP, EnvError, EnvWorker, Requests, poll
 
 LIVENESS_SECONDS = 0.05  # how often a wait looks whether the worker still lives
@@ -198,11 +198,11 @@ class WorkerPool:
         self._tell("attach", self._spaces, self.workers)
         return self.shared
 
-    def use_info_keys(self, keys: list[str]) -> None:
-        """Let infos with these keys travel in shared memory from now on."""
+    def use_info_layout(self, layout: InfoLayout) -> None:
+        """Let infos of this layout travel in shared memory from now on."""
         assert self.shared is not None
-        self._tell("use_info_keys", keys, self.workers)
-        self.shared.infos.use_keys(keys)
+        self._tell("use_info_layout", layout, self.workers)
+        self.shared.infos.use_layout(layout)
 
     def replace(self, error: WorkerError, begin_anew: Callable[[Worker], None]) -> None:
         """Put a new worker with new environments in place of the one whose loss `error` reports, and `begin_anew` with
@@ -215,7 +215,7 @@ class WorkerPool:
             try:
                 self.start([worker])
                 self._tell("attach", self._spaces, [worker])
-                self._tell("use_info_keys", self.shared.infos.keys, [worker])
+                self._tell("use_info_layout", self.shared.infos.layout, [worker])
                 begin_anew(worker)
                 self.failure = None
                 return
@@ -243,7 +243,7 @@ class WorkerPool:
             parts = [[(n, by_index[n]) for n in worker.env_indices if n in by_index] for worker in workers]
             messages = [pickle.dumps((name, part)) for part in parts]
         deadline = self._deadline()
-        with self._closable_only_after_an_interrupt(name):
+        try:
             for place, worker in enumerate(workers):
                 worker.forget_reply()
                 worker.control[COMMAND] = MESSAGE if messages else STEP
@@ -256,6 +256,9 @@ class WorkerPool:
                         pass  # collect() will report it in full
                     except BlockingIOError:
                         worker.deadline, deadline = -math.inf, self._deadline()  # it hangs; others' time begins now
+        except BaseException as error:
+            self._interrupted(name, error)
+            raise
 
     def collect(self, name: str, workers: Sequence[Worker], timeout: float | None = None) -> list[tuple[int, Any]]:
         """Wait for the workers' replies to `name`; return their results in the order of the environments.
@@ -263,27 +266,42 @@ class WorkerPool:
         After a TimeoutError, which comes after `timeout` seconds, and after a WorkerError about a lost worker that has
         been replaced, call it again for the rest.
         """
-        start = last_look = time.monotonic()
-        error_seen = math.inf
-        with self._closable_only_after_an_interrupt(name):
+        try:
             for worker in workers:
-                while worker.pending and time.monotonic() < error_seen + ERROR_SECONDS:
-                    if (self._poll and poll(worker.done)) or worker.done.acquire(True, LIVENESS_SECONDS):
-                        self._take_reply(worker, name)
-                        continue
-                    now = time.monotonic()
-                    if now - last_look > STANDSTILL_SECONDS:  # by Ctrl-Z, say: nobody's time ran
-                        for other in workers:
-                            other.deadline += now - last_look
-                    last_look = now
-                    self._look_around(name, workers)
-                    if name in ENDING and any(other.errors for other in workers):
-                        error_seen = min(error_seen, now)
-                    elif timeout is not None and now >= start + timeout:
-                        text = f"The call to `{name}_wait` has timed out after {timeout} second(s)."
-                        raise multiprocessing.TimeoutError(text)
+                if worker.pending and self._poll and poll(worker.done):
+                    self._take_reply(worker, name)
+            self._wait_for_the_rest(name, workers, timeout)
             self._raise_errors(name, workers)
             return [(n, pickle.loads(result)) for worker in workers for n, result in worker.results]
+        except (WorkerError, multiprocessing.TimeoutError):
+            raise
+        except BaseException as error:
+            self._interrupted(name, error)
+            raise
+
+    def _interrupted(self, name: str, error: BaseException) -> None:
+        """After Ctrl-C, say, nobody knows which workers have begun, or answered: so only `close` is possible."""
+        self.failure = f"`{name}` was interrupted by {error!r}."
+
+    def _wait_for_the_rest(self, name: str, workers: Sequence[Worker], timeout: float | None) -> None:
+        start = last_look = time.monotonic()
+        error_seen = math.inf
+        for worker in workers:
+            while worker.pending and time.monotonic() < error_seen + ERROR_SECONDS:
+                if worker.done.acquire(True, LIVENESS_SECONDS):
+                    self._take_reply(worker, name)
+                    continue
+                now = time.monotonic()
+                if now - last_look > STANDSTILL_SECONDS:  # by Ctrl-Z, say: nobody's time ran
+                    for other in workers:
+                        other.deadline += now - last_look
+                last_look = now
+                self._look_around(name, workers)
+                if name in ENDING and any(other.errors for other in workers):
+                    error_seen = min(error_seen, now)
+                elif timeout is not None and now >= start + timeout:
+                    text = f"The call to `{name}_wait` has timed out after {timeout} second(s)."
+                    raise multiprocessing.TimeoutError(text)
 
     def _look_around(self, name: str, workers: Sequence[Worker]) -> None:
         """Take the replies that are there. Raise if a worker is found dead or hung; what an environment has raised
@@ -314,17 +332,6 @@ class WorkerPool:
 
     def _deadline(self) -> float:
         return time.monotonic() + (math.inf if self.step_timeout is None else self.step_timeout)
-
-    @contextlib.contextmanager
-    def _closable_only_after_an_interrupt(self, name: str) -> Iterator[None]:
-        """After Ctrl-C, say, nobody knows which workers have begun, or answered."""
-        try:
-            yield
-        except (WorkerError, multiprocessing.TimeoutError):
-            raise
-        except BaseException as error:
-            self.failure = f"`{name}` was interrupted by {error!r}."
-            raise
 
     # ---- failures ---------------------------------------------------------------------------------------------------
 

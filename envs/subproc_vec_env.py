@@ -29,7 +29,7 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
-from envs._shared_memory import copies_of_rows, map_tree, row_of, write_tree
+from envs._shared_memory import copies_of_rows, info_layout, map_tree, row_of, write_tree
 from envs._subproc_worker import Requests
 from envs._worker_pool import Worker, WorkerError, WorkerPool
 
@@ -197,7 +197,7 @@ class SubprocVecEnv(VectorEnv):
                 as it is after a KeyboardInterrupt in the middle of any call.
         """
         pickled, table = self._collect("step", timeout), self._shared.infos
-        if any(key in info and not table.fits({key: info[key]}) for key in table.keys for _, info in pickled):
+        if any(type(info[key]) is not kind for key, kind in table.layout.items() for _, info in pickled if key in info):
             # Whose info comes first decides the type of a key's array: so in the environments' order.
             infos = self._merge({}, sorted([*table.read_each(), *pickled], key=lambda result: result[0]))
         else:
@@ -205,8 +205,8 @@ class SubprocVecEnv(VectorEnv):
         while self._restarted:
             infos = self._truncate(self._restarted.pop(), infos)
         results = self._fresh(self._results)
-        if pickled and not table.keys and table.fits(pickled[0][1]):
-            self._pool.use_info_keys([*pickled[0][1]])
+        if pickled and not table.layout and (layout := info_layout(pickled[0][1])):
+            self._pool.use_info_layout(layout)
         return (*results, infos)
 
     def _fresh(self, tree: Any) -> Any:
