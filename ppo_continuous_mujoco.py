@@ -37,16 +37,16 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import tyro
-from gymnasium.vector import AutoresetMode, VectorEnv
+from gymnasium.vector import VectorEnv
 from torch.distributions import Independent, Normal
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._pytree import tree_map
 from torch.utils.tensorboard import SummaryWriter
 
 import envs.queueing  # noqa: F401  (registers TwoQueue-v0)
-from envs.mujoco_batch import MujocoBatchVecEnv, is_plain_task
 from envs.normalize import NormalizeObservation, NormalizeReward, RunningMeanStd
-from envs.subproc_vec_env import SubprocVecEnv, WorkerError
+from envs.subproc_vec_env import WorkerError
+from envs.vectorize import vectorize
 
 SCRIPT, FORMAT = Path(__file__).stem, "ppo_continuous_mujoco/3"  # FORMAT: what a checkpoint holds; copies keep it
 WORLD_SIZE, RANK = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))  # set by torchrun
@@ -64,7 +64,7 @@ def require(condition: Any, sentence: str) -> None:
 # ---- Arguments: --help shows the comments ----------------------------------------------------------------------------
 @dataclass
 class RunArgs:
-    env_id: str = "HalfCheetah-v5"  # Gymnasium id of a task with vectors of real numbers as observations and actions
+    env_id: str = "HalfCheetah-v5"  # Gymnasium id of a task whose observations and actions are vectors of real numbers
     seed: int = 1  # seed of networks, sampling and environments (environment n gets seed + n)
     total_timesteps: int = 1_000_000  # environment steps of the whole run, rounded down to whole batches
     logdir: str | None = None  # run folder; default runs/{env_id}__{script}__{seed}__{time}
@@ -181,7 +181,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 # ---- Agent -----------------------------------------------------------------------------------------------------------
 def mlp(sizes: list[int], output_std: float) -> nn.Sequential:
-    """Tanh layers of these widths, orthogonal weights, biases 0 (detail 2); the last layer is linear, of another gain."""
+    """Tanh layers of these widths, orthogonal weights, biases 0 (detail 2); the last is linear, with another gain."""
     layers: list[nn.Module] = []
     for n_in, n_out in pairwise(sizes):
         linear = nn.Linear(n_in, n_out)
@@ -213,6 +213,9 @@ class Agent(nn.Module):
     def get_value(self, obs: torch.Tensor) -> torch.Tensor:
         """(batch, obs_dim) -> V(s), (batch,)."""
         return self.critic(obs).squeeze(-1)
+
+    def forward(self, obs: torch.Tensor) -> tuple[Independent, torch.Tensor]:
+        return self.policy(obs), self.get_value(obs)
 
 
 # ---- The mathematics -------------------------------------------------------------------------------------------------
@@ -276,7 +279,7 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[torch.Tensor, dict
     The minimum takes away the incentive to move rho above 1 + eps where A > 0 and below 1 - eps where A < 0; it
     does not hold rho there, and it keeps the way back open.
     """
-    policy, values, advantages = agent.policy(batch.obs), agent.get_value(batch.obs), batch.advantages
+    (policy, values), advantages = agent(batch.obs), batch.advantages
     if args.norm_adv == "minibatch":
         advantages = normalize_advantages(advantages)  # detail 7
     log_ratio = policy.log_prob(batch.actions) - batch.log_probs
@@ -347,23 +350,15 @@ def make_envs(args: Args, num_envs: int, statistics: Any = None, render_mode: st
     """`num_envs` environments that begin the next episode in the step that ends one (SAME_STEP), for training: with
     normalised observations and rewards. Given the `statistics` of a run, for evaluation: they stand still, and rewards
     are the task's own. Raises UsageError for a task that cannot be made, or is none for this script."""
+    env_fn = partial(make_env, args, render_mode)
     try:
-        env = make_env(args, render_mode)
+        vec_env: Any = vectorize(env_fn, num_envs, args.num_workers, args.step_timeout, args.on_worker_failure)
     except (gym.error.Error, ImportError, TypeError) as error:
         raise UsageError(f"{args.env_id} cannot be made here: {error}") from None
-    spaces = {"docs/copying.md": env.action_space, "FlattenObservation, for make_env": env.observation_space}
+    spaces = {"FlattenObservation": vec_env.single_observation_space, "docs/copying.md": vec_env.single_action_space}
     for advice, space in spaces.items():
         is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.dtype.kind == "f"
         require(is_vector, f"This script needs vectors of real numbers; {args.env_id} has {space}: see {advice}.")
-    vec_env: VectorEnv
-    if is_plain_task(env) and render_mode is None:
-        vec_env = MujocoBatchVecEnv.like(env, num_envs, args.num_workers)
-    else:
-        env_fns = [partial(make_env, args, render_mode)] * num_envs
-        failures = {"step_timeout": args.step_timeout, "on_worker_failure": args.on_worker_failure}
-        vec_env = SubprocVecEnv(env_fns, args.num_workers, autoreset_mode=AutoresetMode.SAME_STEP, **failures)
-    vec_env.spec = env.spec
-    env.close()
     training, clip = statistics is None, 10.0 if args.norm_obs else math.inf
     exchange = gather if training and WORLD_SIZE > 1 else None
     if training and args.norm_reward:  # details 30, 31
@@ -374,7 +369,7 @@ def make_envs(args: Args, num_envs: int, statistics: Any = None, render_mode: st
 
 @torch.no_grad()
 def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool = True, watch: Any = int) -> Any:
-    """Play an episode in each of `vec_env`, the i-th from seed + i. Returns their returns and lengths, (num_envs,) each.
+    """Play an episode in each of `vec_env`, the i-th from seed + i. Returns their returns and lengths, (num_envs,).
     `watch` is called before each step with the number of those done."""
     device = next(agent.parameters()).device
     returns, lengths = np.zeros(vec_env.num_envs), np.zeros(vec_env.num_envs, dtype=int)
@@ -442,21 +437,22 @@ def train(args: Args) -> dict[str, Any]:
         update = torch.compile(take_steps, dynamic=False, options={"cpp_wrapper": device.type == "cpu"})
     steps_per_call = math.gcd(4, args.num_minibatches)  # one compiled call for each step would cost half as much again
 
-    # Where the run stands, and the episodes that are under way.
-    run = SimpleNamespace(rollouts=0, global_step=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
-                          average_reward=0.0, best_LTA=-math.inf, mean_return=math.nan, best_return=-math.inf)  # fmt: skip
+    # Where the run stands.
+    run = SimpleNamespace(
+        rollouts=0, global_step=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0, average_reward=0.0,
+        best_LTA=-math.inf, training_return=math.nan, mean_return=math.nan, best_return=-math.inf,
+    )  # fmt: skip
     torch.manual_seed(args.seed + first_env)  # weights are equal in all processes; actions and shuffles are not
     next_obs, _ = vec_env.reset(seed=args.seed + first_env)
-    episode_returns, episode_lengths = np.zeros(num_envs), np.zeros(num_envs, dtype=int)
     if checkpoint is not None or args.init_from is not None:
         load_policy(checkpoint or load(Path(str(args.init_from))), agent, vec_env.statistics)
     if checkpoint is not None:
         vars(run).update(checkpoint["run"])
         adam |= {name: checkpoint["adam"][name].to(x.device) for name, x in adam.items()}
         own = checkpoint["processes"][RANK % len(checkpoint["processes"])]
-        if len(own["lengths"]) == num_envs and vec_env.set_state(own["envs"]):
-            rng.set_rng_state(own["generator"])
-            next_obs, episode_returns, episode_lengths = own["obs"], own["returns"], own["lengths"]
+        if vec_env.set_state(own["envs"]):
+            rng.set_rng_state(torch.from_numpy(own["generator"]))
+            next_obs = own["obs"]
         else:
             print("The checkpoint does not hold these environments, so new episodes begin.")
 
@@ -489,17 +485,13 @@ def train(args: Args) -> dict[str, Any]:
                 actions = agent.policy(obs).sample()
             env_actions = actions.cpu().numpy().clip(space.low, space.high)  # detail 27: only environments see them
             next_obs, rewards, terminated, truncated, infos = vec_env.step(env_actions)
-            raw_rewards = infos["raw_reward"] if args.norm_reward else rewards
-            reward_sum += float(raw_rewards.sum())
-            episode_returns += raw_rewards
-            episode_lengths += 1
+            reward_sum += float(infos["raw_reward"].sum())
             if args.time_scaled_reward:
-                rewards = rewards / episode_lengths
+                rewards = rewards / infos["episode_length"]
             rows.append((obs, actions, *map(torch.as_tensor, (rewards, terminated, truncated))))
             for n in np.flatnonzero(terminated | truncated):
-                total, length = float(episode_returns[n]), int(episode_lengths[n])
+                total, length = float(infos["episode_return"][n]), int(infos["episode_length"][n])
                 ended.append((total, length, total / length))
-                episode_returns[n] = episode_lengths[n] = 0
                 if not terminated[n]:
                     cuts.append((t, int(n), infos["final_obs"][n]))
 
@@ -507,16 +499,12 @@ def train(args: Args) -> dict[str, Any]:
         obs, actions, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # (num_steps, num_envs, ...)
         rewards, terminations, truncations = (x.to(device, torch.float32) for x in others)
         with torch.no_grad():  # one pass over the whole rollout gives what num_steps small ones would have given
-            log_probs = agent.policy(obs.flatten(0, 1)).log_prob(actions.flatten(0, 1)).view_as(rewards)
-            values = agent.get_value(obs.flatten(0, 1)).view_as(rewards)
+            policy, values = agent(obs.flatten(0, 1))
+            log_probs, values = policy.log_prob(actions.flatten(0, 1)).view_as(rewards), values.view_as(rewards)
             next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=device))[None]])
             if cuts:
                 times, indices, final_obs = zip(*cuts, strict=True)
                 next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=device))
-        for name, x in {"observation": obs, "reward": rewards, "value of the next state": next_values}.items():
-            for t, n, *_ in (~x.isfinite()).nonzero().tolist():
-                where = f"of environment {first_env + n} is not finite {t} steps after step {run.global_step:,}"
-                raise FloatingPointError(f"The {name} {where}.")
 
         # --- advantages -----------------------------------------------------------------------------------------------
         gae_rewards, gae_terminations, gae_truncations, gamma = rewards, terminations, truncations, args.gamma
@@ -571,9 +559,10 @@ def train(args: Args) -> dict[str, Any]:
         # --- log ------------------------------------------------------------------------------------------------------
         shares = gather((ended, is_best, len(signals)))
         ended, is_best, stopping = [y for x in shares for y in x[0]], shares[0][1], any(x[2] for x in shares)
-        means = np.mean(ended, axis=0).tolist() if ended else [math.nan] * 3
+        mean_return, mean_length, mean_LTA = np.mean(ended, axis=0).tolist() if ended else [math.nan] * 3
+        if ended:
+            run.best_LTA, run.training_return = max(run.best_LTA, mean_LTA), mean_return
         run.resets += len(ended)
-        run.best_LTA = max([run.best_LTA, *(reward for *_, reward in ended)])
         if writer is not None:
             record = {f"train/{name}": value for name, value in metrics.items()} | {
                 "train/explained_variance": explained_variance(batch.values, batch.returns),
@@ -581,9 +570,9 @@ def train(args: Args) -> dict[str, Any]:
                 "train/learning_rate": args.learning_rate * annealing,
                 "train/average_reward": run.average_reward,
                 "train/best_LTA": run.best_LTA,
-                "rollout/episodic_return": means[0],
-                "rollout/episodic_length": means[1],
-                "rollout/LTA_return": means[2],  # the long-term average reward of the episodes
+                "rollout/episodic_return": mean_return,
+                "rollout/episodic_length": mean_length,
+                "rollout/LTA_return": mean_LTA,  # long-term average: return / length
                 "rollout/mean_reward": reward_sum / len(batch.obs),
                 "eval/mean_return": eval_returns.mean(),
                 "eval/std_return": eval_returns.std(),
@@ -608,17 +597,16 @@ def train(args: Args) -> dict[str, Any]:
                 clock = time.perf_counter()  # the first rollout, in which torch compiles, tells nothing of the others
             pace = (time.perf_counter() - clock) / max(run.rollouts - first_rollout - 1, 1)
             left = pace * (num_updates - run.rollouts)
-            line = (f"{run.global_step:,} steps, {record['time/sps']:,.0f}/s, return {means[0]:.2f}, evaluation "
+            line = (f"{run.global_step:,} steps, {record['time/sps']:,.0f}/s, return {run.training_return:.2f}, evaluation "
                     f"{run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}, {left / 60:.1f} min left")  # fmt: skip
             terminal = sys.stdout is not None and sys.stdout.isatty()  # on which a line overwrites the one before
             print(f"\r\033[K{line}" if terminal else line, end="" if terminal and not is_last else "\n", flush=True)
 
         # --- save -----------------------------------------------------------------------------------------------------
         if is_best or is_last or stopping or crossed(run.global_step, args.batch_size, args.save_every):
-            own = {"generator": rng.get_rng_state(), "envs": vec_env.get_state(), "obs": next_obs,
-                   "returns": episode_returns, "lengths": episode_lengths}  # fmt: skip
-            state = {"format": FORMAT, "args": asdict(args), "run": vars(run), "agent": agent.state_dict(), "adam": adam,
-                     "statistics": vec_env.statistics.get_state(), "processes": gather(own)}  # fmt: skip
+            own = {"generator": rng.get_rng_state(), "envs": vec_env.get_state(), "obs": next_obs}
+            state = {"format": FORMAT, "args": asdict(args), "run": vars(run), "agent": agent.state_dict(),
+                     "adam": adam, "statistics": vec_env.statistics.get_state(), "processes": gather(own)}  # fmt: skip
             if RANK == 0:
                 save(logdir / "latest.pt", state)
             if RANK == 0 and is_best:
@@ -639,7 +627,7 @@ def train(args: Args) -> dict[str, Any]:
 
 # ---- Run folder and checkpoints --------------------------------------------------------------------------------------
 def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, Any]:
-    """The run folder, the checkpoint to continue from, or None, and the lock that keeps other runs out of the folder."""
+    """The run folder, the checkpoint to continue from, or None, and a lock that keeps other runs out of the folder."""
     name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     args.logdir = args.logdir or f"runs/{name.replace('/', '_').replace(':', '_')}"
     logdir = Path(args.logdir)
@@ -683,8 +671,8 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint; nothing in it is executed. Raises OSError for a file that is missing or damaged, UsageError for
-    one of another script."""
+    """Read a checkpoint; nothing in it is executed. Raises OSError for a file that is missing or damaged, UsageError
+    for one of another script."""
     try:
         with zipfile.ZipFile(path) as archive:
             if archive.testzip() is not None:  # torch writes checksums but does not look at them
@@ -701,10 +689,8 @@ def load(path: Path) -> dict[str, Any]:
 
 def load_policy(checkpoint: dict[str, Any], agent: Agent, statistics: RunningMeanStd) -> None:
     """Put the weights of a checkpoint into `agent`, and its statistics of observations into `statistics`."""
-    shapes, found = (
-        {name: x.shape for name, x in state.items()} for state in (agent.state_dict(), checkpoint["agent"])
-    )
-    require(shapes == found, f"The checkpoint holds another network: {dict(shapes.items() ^ found.items())}.")
+    shapes, others = ({name: x.shape for name, x in y.items()} for y in (agent.state_dict(), checkpoint["agent"]))
+    require(shapes == others, f"The checkpoint holds another network: {others}, here {shapes}.")
     agent.load_state_dict(checkpoint["agent"])
     statistics.set_state(checkpoint["statistics"])
 
@@ -794,14 +780,13 @@ def parse_args(argv: list[str]) -> Args:
     first, flags = parser.parse_known_args(argv)
     values = saved_args(load(Path(first.logdir, "latest.pt")), flags) if first.resume and first.logdir else {}
     values |= preset_values(*first.configs) | {"resume": first.resume, "logdir": first.logdir}
-    defaults: Any = [
-        group(**{field.name: values[field.name] for field in fields(group) if field.name in values})
-        for group in (RunArgs, EnvironmentArgs, PPOArgs)
-    ]
 
-    def parse(
-        run: RunArgs = defaults[0], environments: EnvironmentArgs = defaults[1], ppo: PPOArgs = defaults[2]
-    ) -> Args:
+    def default(group: Any) -> Any:
+        return group(**{field.name: values[field.name] for field in fields(group) if field.name in values})
+
+    run, environments, ppo = default(RunArgs), default(EnvironmentArgs), default(PPOArgs)
+
+    def parse(run: RunArgs = run, environments: EnvironmentArgs = environments, ppo: PPOArgs = ppo) -> Args:
         return Args(**vars(run), **vars(environments), **vars(ppo))
 
     presets = f"--configs NAME ... takes presets, in layers: {', '.join(PRESETS)}. Flags win over them."

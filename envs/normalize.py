@@ -121,9 +121,9 @@ class NormalizeObservation(VectorWrapper):
         """The statistics and the state of the wrapped environments. Raises NoState if those have none."""
         return {"statistics": self.statistics.get_state(), "env": _state_of(self.env)}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: dict[str, Any]) -> Any:
         self.statistics.set_state(state["statistics"])
-        self.env.set_state(state["env"])  # type: ignore[attr-defined]
+        return self.env.set_state(state["env"])  # type: ignore[attr-defined]
 
 
 class NormalizeReward(VectorWrapper):
@@ -170,7 +170,7 @@ class NormalizeReward(VectorWrapper):
         own = {"returns": self.returns.copy(), "next_step_resets": self.next_step_resets.copy()}
         return {"statistics": self.statistics.get_state(), **own, "env": _state_of(self.env)}
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: dict[str, Any]) -> Any:
         self.statistics.set_state(state["statistics"])
         self.returns, self.next_step_resets = state["returns"].copy(), state["next_step_resets"].copy()
-        self.env.set_state(state["env"])  # type: ignore[attr-defined]
+        return self.env.set_state(state["env"])  # type: ignore[attr-defined]

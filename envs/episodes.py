@@ -1,0 +1,68 @@
+"""What a vector of environments tells about its episodes: the task's own rewards, returns and lengths."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+from gymnasium.vector import VectorEnv, VectorWrapper
+
+from envs.state import NoState
+
+
+class EpisodeStatistics(VectorWrapper):
+    """Adds to the infos of every step, each (num_envs,): `raw_reward`, the reward before any wrapper around this one
+    changes it, and `episode_return` and `episode_length` of the episodes under way, those that just ended included.
+
+    Put it next to the environments. An observation or a reward that is not finite raises FloatingPointError before
+    anything can learn from it. `set_state` returns whether the environments go on where they were saved: it is False
+    for those that cannot be saved, about which `get_state` warns.
+    """
+
+    def __init__(self, env: VectorEnv) -> None:
+        super().__init__(env)
+        self.returns = np.zeros(self.num_envs)
+        self.lengths = np.zeros(self.num_envs, np.int64)
+
+    def reset(self, *, seed=None, options=None):
+        begun = (options or {}).get("reset_mask", slice(None))  # read now, for Gymnasium takes it out
+        obs, infos = self.env.reset(seed=seed, options=options)
+        self.returns[begun], self.lengths[begun] = 0.0, 0
+        self._check("observation", obs)
+        return obs, infos
+
+    def step(self, actions):
+        obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        self._check("observation", obs)
+        self._check("reward", rewards)
+        for n in np.flatnonzero(truncations & ~terminations) if "final_obs" in infos else ():
+            self._check("final observation", infos["final_obs"][n][None], int(n))
+        self.returns += rewards
+        self.lengths += 1
+        infos |= {"raw_reward": rewards, "episode_return": self.returns, "episode_length": self.lengths}
+        running = ~(terminations | truncations)
+        self.returns, self.lengths = self.returns * running, self.lengths * running
+        return obs, rewards, terminations, truncations, infos
+
+    def _check(self, name: str, numbers: np.ndarray, first: int = 0) -> None:
+        """Raise FloatingPointError if a number of environments `first`, `first` + 1, ... is not finite."""
+        if not np.isfinite(np.add.reduce(numbers, None)):  # the sum is quick, but may overflow where no number does
+            for i in np.flatnonzero(~np.isfinite(numbers).reshape(len(numbers), -1).all(1)):
+                n, step = first + i, self.lengths[first + i] + 1
+                raise FloatingPointError(f"The {name} of environment {n} is not finite in step {step} of its episode.")
+
+    def get_state(self) -> dict[str, Any]:
+        try:
+            state = self.env.get_state()  # type: ignore[attr-defined]
+        except NoState as error:
+            warnings.warn(f"A resumed run will begin new episodes: {error}", stacklevel=2)
+            state = None
+        return {"returns": self.returns.copy(), "lengths": self.lengths.copy(), "env": state}
+
+    def set_state(self, state: dict[str, Any]) -> bool:
+        if state["env"] is None or len(state["lengths"]) != self.num_envs:
+            return False
+        self.env.set_state(state["env"])  # type: ignore[attr-defined]
+        self.returns, self.lengths = np.array(state["returns"]), np.array(state["lengths"])
+        return True

@@ -1,0 +1,41 @@
+"""One function from an environment to many: whichever of our vector environments steps it fastest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import gymnasium as gym
+from gymnasium.vector import AutoresetMode, VectorEnv
+
+from envs.episodes import EpisodeStatistics
+from envs.mujoco_batch import MujocoBatchVecEnv, is_plain_task
+from envs.subproc_vec_env import SubprocVecEnv
+
+
+def vectorize(
+    env_fn: Callable[[], gym.Env],
+    num_envs: int,
+    num_workers: int | None = None,
+    step_timeout: float = 300.0,
+    on_worker_failure: Literal["raise", "restart"] = "raise",
+) -> EpisodeStatistics:
+    """`num_envs` environments that begin the next episode in the step that ends one (SAME_STEP).
+
+    What `env_fn` returns is stepped by MuJoCo's own threads if it is one of Gymnasium's MuJoCo tasks without any
+    further wrapper and is not rendered; by `SubprocVecEnv` otherwise. `num_workers` is the number of threads or
+    processes (None: one for each CPU), the other arguments are those of `SubprocVecEnv`. `unwrapped.spec` is that of
+    the environment, with its time limit. Raises what `env_fn` raises.
+    """
+    env = env_fn()
+    vec_env: VectorEnv
+    if is_plain_task(env) and env.render_mode is None:
+        vec_env = MujocoBatchVecEnv.like(env, num_envs, num_workers)
+    else:
+        vec_env = SubprocVecEnv(
+            [env_fn] * num_envs, num_workers, autoreset_mode=AutoresetMode.SAME_STEP,
+            step_timeout=step_timeout, on_worker_failure=on_worker_failure,
+        )  # fmt: skip
+    vec_env.spec = env.spec
+    env.close()
+    return EpisodeStatistics(vec_env)
