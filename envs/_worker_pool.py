@@ -16,8 +16,9 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, util
 from typing import Any
 
@@ -85,16 +86,9 @@ class Worker:
         channels = {"pipe": its_pipe, "go": self.go, "done": self.done, "crash_pipe": its_crash_pipe}
         env_worker = EnvWorker(self.index, self.env_indices, **channels, **settings)
         process = context.Process(target=env_worker.main, name=f"SubprocVecEnv-worker-{self.index}", daemon=daemon)
-        # Ctrl-C and the like wait until the process is started, lest it dies of what it ignores once it runs. (Not
-        # with a forkserver, which would hold them back from all that it ever starts.)
-        held = protocol.PARENTS_SIGNALS if context.get_start_method() != "forkserver" else ()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
-        try:
-            with clear_mpi_env_vars():
-                process.start()
+        with hold_signals(), clear_mpi_env_vars():
+            process.start()
             self.process = process
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         its_pipe.close()
         its_crash_pipe.close()
         if step_timeout is not None:
@@ -115,6 +109,24 @@ class Worker:
         if exit_code is not None:
             process.close()
         return exit_code, trace.decode(errors="replace")
+
+
+@contextlib.contextmanager
+def hold_signals() -> Iterator[None]:
+    """Let Ctrl-C and the like wait a moment: in the middle of a fork Python would drop an exception that the parent's
+    handler raises, and the child would die of a signal that it ignores once it is running."""
+    received: list[int] = []
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        for number in protocol.PARENTS_SIGNALS:
+            before[number] = signal.signal(number, lambda number, _: received.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for number in received:
+            signal.raise_signal(number)
 
 
 def limit_waits(pipe: connection.Connection, seconds: float) -> None:

@@ -29,7 +29,7 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
-from envs._shared_memory import copies_of_rows, info_layout, map_tree, row_of, write_tree
+from envs._shared_memory import copies_of_rows, info_layout, map_space, map_tree, row_of, write_tree
 from envs._subproc_worker import Requests
 from envs._worker_pool import Worker, WorkerError, WorkerPool
 
@@ -134,6 +134,8 @@ class SubprocVecEnv(VectorEnv):
                 f"space, actual got {mode}"
             )
         for index, (observation_space, action_space) in enumerate(spaces):
+            map_space(observation_space, id)  # raises if they are not numeric
+            map_space(action_space, id)
             if action_space != self.single_action_space:
                 raise RuntimeError(
                     f"All environments need the same action space, but that of environment {index} is {action_space} "
