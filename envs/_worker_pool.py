@@ -23,6 +23,7 @@ from multiprocessing import connection, util
 from typing import Any
 
 from gymnasium import Env, logger
+from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import CloudpickleWrapper, clear_mpi_env_vars
 
 from envs import _subproc_worker as protocol
@@ -116,7 +117,7 @@ def hold_signals() -> Iterator[None]:
     """Let Ctrl-C and the like wait a moment: in the middle of a fork Python would drop an exception that the parent's
     handler raises, and the child would die of a signal that it ignores once it is running."""
     received: list[int] = []
-    before: dict[int, Any] = {}
+    before: dict[signal.Signals, Any] = {}
     if threading.current_thread() is threading.main_thread():  # no other may set handlers
         for number in protocol.PARENTS_SIGNALS:
             before[number] = signal.signal(number, lambda number, _: received.append(number))
@@ -125,8 +126,8 @@ def hold_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-        for number in received:
-            signal.raise_signal(number)
+        for received_number in received:
+            signal.raise_signal(received_number)
 
 
 def limit_waits(pipe: connection.Connection, seconds: float) -> None:
@@ -153,28 +154,26 @@ def end_all(workers: Sequence[Worker]) -> None:
 
 
 class WorkerPool:
-    """The workers of one SubprocVecEnv, `owner`: when it is garbage-collected, or this process exits, they are killed.
-
-    `poll`: whether parent and workers poll for a moment before they sleep; no use with more workers than cores.
-    `settings`: further fields of EnvWorker.
-    """
+    """The workers of one SubprocVecEnv, `owner`; they are killed when it is garbage-collected or this process exits."""
 
     def __init__(
         self,
         owner: object,
         env_fns: Sequence[Callable[[], Env]],
         num_workers: int,
+        autoreset_mode: AutoresetMode,
         context: str | None,
         daemon: bool,
         step_timeout: float | None,
-        poll: bool,
-        **settings: Any,
     ) -> None:
         self._context = multiprocessing.get_context(context)
         self._env_fns = [CloudpickleWrapper(env_fn) for env_fn in env_fns]
-        self._daemon, self._poll, self.step_timeout = daemon, poll, step_timeout
+        self._daemon, self.step_timeout = daemon, step_timeout
+        self._poll = num_workers <= len(os.sched_getaffinity(0))  # before going to sleep; it needs a core for each
         self.memory = anonymous_file()
-        self._settings = {"num_workers": num_workers, "memory": self.memory, "poll": poll, **settings}
+        self._settings = {
+            "num_workers": num_workers, "memory": self.memory, "poll": self._poll, "autoreset_mode": autoreset_mode
+        }  # fmt: skip
         control = map_control(self.memory, num_workers)
         bounds = [w * len(env_fns) // num_workers for w in range(num_workers + 1)]
         self.workers = [Worker(w, range(bounds[w], bounds[w + 1]), control[w].data) for w in range(num_workers)]
