@@ -307,14 +307,14 @@ class WorkerPool:
                     for other in workers:
                         other.deadline += now - last_look
                 last_look = now
-                self._look_around(name, workers)
+                self._look_around(name, workers, now)
                 if name in ENDING and any(other.errors for other in workers):
                     error_seen = min(error_seen, now)
                 elif timeout is not None and now >= start + timeout:
                     text = f"The call to `{name}_wait` has timed out after {timeout} second(s)."
                     raise multiprocessing.TimeoutError(text)
 
-    def _look_around(self, name: str, workers: Sequence[Worker]) -> None:
+    def _look_around(self, name: str, workers: Sequence[Worker], now: float) -> None:
         """Take the replies that are there. Raise if a worker is found dead or hung; what an environment has raised
         tells more, and may be why."""
         for worker in workers:
@@ -323,7 +323,7 @@ class WorkerPool:
             alive = worker.process.is_alive()  # asked first: it may have finished just before it died
             if worker.done.acquire(False):
                 self._take_reply(worker, name)
-            elif not alive or time.monotonic() >= worker.deadline:
+            elif not alive or now >= worker.deadline:
                 lost = self._lost(worker, name, hung=alive)
                 for other in workers:
                     if other.pending and other.done.acquire(False):
