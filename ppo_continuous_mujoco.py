@@ -114,8 +114,11 @@ class PPOArgs:
 
 
 RANGES = {  # lowest and highest values; None passes
-    ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs", "eval_episodes"): (1, 1e15),
-    ("num_workers", "reset_steps"): (1, 1e9),
+    ("num_envs", "num_steps", "num_minibatches", "update_epochs", "eval_episodes", "num_workers", "reset_steps"): (
+        1,
+        1e6,
+    ),
+    ("total_timesteps",): (1, 1e15),
     ("eval_every", "save_every", "ent_coef", "vf_coef"): (0, 1e15),
     ("learning_rate", "critic_learning_rate", "clip_coef", "max_grad_norm", "target_kl", "step_timeout"): (1e-9, 1e9),
     ("gamma", "gae_lambda", "average_reward_rate"): (0, 1),
@@ -142,9 +145,7 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
         shares = self.num_minibatches * WORLD_SIZE
         require(self.batch_size % shares == 0, f"--num-minibatches {self.num_minibatches} does not divide {batch}.")
-        require(
-            self.num_envs % WORLD_SIZE == 0, f"--num-envs {self.num_envs} does not divide by {WORLD_SIZE} processes."
-        )
+        require(self.num_envs % WORLD_SIZE == 0, f"{WORLD_SIZE} processes cannot share {batch} evenly.")
         single = self.norm_adv == "minibatch" and self.batch_size == shares
         require(not single, "A minibatch of one transition cannot be normalised: add --norm-adv none.")
         require(min(self.hidden_sizes, default=0) > 0, "--hidden-sizes must be one or more positive widths.")
@@ -416,12 +417,13 @@ def train(args: Args) -> dict[str, Any]:
     if WORLD_SIZE > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     rng = torch.cuda if device.type == "cuda" else torch  # whose generator draws actions and shuffles
-    logdir, checkpoint, lock = open_run(args)
     num_envs, num_steps, num_updates = args.num_envs // WORLD_SIZE, args.num_steps, args.num_updates
     first_env = RANK * num_envs  # this process steps environments first_env to first_env + num_envs - 1
     vec_env = make_envs(args, num_envs)
     space = vec_env.single_action_space
     agent = Agent(vec_env, args).to(device)
+    if args.init_from is not None:
+        load_policy(load(Path(args.init_from)), agent, vec_env.statistics)
     # All weights in one vector, of which the parameters become views: one long step costs half of many short ones.
     weights = parameters_to_vector(agent.parameters()).detach()
     vector_to_parameters(weights, agent.parameters())
@@ -437,6 +439,7 @@ def train(args: Args) -> dict[str, Any]:
         update = torch.compile(take_steps, dynamic=False, options={"cpp_wrapper": device.type == "cpu"})
     steps_per_call = math.gcd(4, args.num_minibatches)  # one compiled call for each step would cost half as much again
 
+    logdir, checkpoint, lock = open_run(args)
     # Where the run stands.
     run = SimpleNamespace(
         rollouts=0, global_step=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0, average_reward=0.0,
@@ -444,9 +447,8 @@ def train(args: Args) -> dict[str, Any]:
     )  # fmt: skip
     torch.manual_seed(args.seed + first_env)  # weights are equal in all processes; actions and shuffles are not
     next_obs, _ = vec_env.reset(seed=args.seed + first_env)
-    if checkpoint is not None or args.init_from is not None:
-        load_policy(checkpoint or load(Path(str(args.init_from))), agent, vec_env.statistics)
     if checkpoint is not None:
+        load_policy(checkpoint, agent, vec_env.statistics)
         vars(run).update(checkpoint["run"])
         adam |= {name: checkpoint["adam"][name].to(x.device) for name, x in adam.items()}
         own = checkpoint["processes"][RANK % len(checkpoint["processes"])]
