@@ -12,6 +12,7 @@ A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.j
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import fcntl
 import json
@@ -23,6 +24,7 @@ import sys
 import threading
 import time
 import zipfile
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from itertools import pairwise
@@ -49,6 +51,7 @@ from envs.subproc_vec_env import WorkerError
 from envs.vectorize import vectorize
 
 SCRIPT, FORMAT = Path(__file__).stem, "ppo_continuous_mujoco/3"  # FORMAT: what a checkpoint holds; copies keep it
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # they end a run after its update
 WORLD_SIZE, RANK = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))  # set by torchrun
 
 
@@ -403,6 +406,19 @@ def gather(x: Any) -> list[Any]:
     return objects
 
 
+@contextlib.contextmanager
+def restored_signals() -> Iterator[None]:
+    """Give signals back to whoever had them before a run."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
+@restored_signals()
 def train(args: Args) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
 
@@ -458,7 +474,7 @@ def train(args: Args) -> dict[str, Any]:
         else:
             print("The checkpoint does not hold these environments, so new episodes begin.")
 
-    writer = SummaryWriter(str(logdir), purge_step=run.global_step + 1) if RANK == 0 else None
+    writer = open_logs(args, logdir, run.global_step) if RANK == 0 else None
     signals: list[int] = []  # received; the first one ends the run after its update, a second one at once
 
     def receive(number: int, frame: Any) -> None:
@@ -466,7 +482,7 @@ def train(args: Args) -> dict[str, Any]:
             raise KeyboardInterrupt
         signals.append(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in SIGNALS:
         if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, receive)
     first_rollout, clock, stopping = run.rollouts, time.perf_counter(), False
@@ -486,7 +502,11 @@ def train(args: Args) -> dict[str, Any]:
             with torch.no_grad():
                 actions = agent.policy(obs).sample()
             env_actions = actions.cpu().numpy().clip(space.low, space.high)  # detail 27: only environments see them
-            next_obs, rewards, terminated, truncated, infos = vec_env.step(env_actions)
+            try:
+                next_obs, rewards, terminated, truncated, infos = vec_env.step(env_actions)
+            except WorkerError as error:
+                error.add_note(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
+                raise
             reward_sum += float(infos["raw_reward"].sum())
             if args.time_scaled_reward:
                 rewards = rewards / infos["episode_length"]
@@ -599,8 +619,8 @@ def train(args: Args) -> dict[str, Any]:
                 clock = time.perf_counter()  # the first rollout, in which torch compiles, tells nothing of the others
             pace = (time.perf_counter() - clock) / max(run.rollouts - first_rollout - 1, 1)
             left = pace * (num_updates - run.rollouts)
-            line = (f"{run.global_step:,} steps, {record['time/sps']:,.0f}/s, return {run.training_return:.2f}, evaluation "
-                    f"{run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}, {left / 60:.1f} min left")  # fmt: skip
+            line = (f"{run.global_step:,} steps, {record['time/sps']:,.0f}/s, return {run.training_return:.2f}, "
+                    f"evaluation {run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}, {left / 60:.1f} min left")  # fmt: skip
             terminal = sys.stdout is not None and sys.stdout.isatty()  # on which a line overwrites the one before
             print(f"\r\033[K{line}" if terminal else line, end="" if terminal and not is_last else "\n", flush=True)
 
@@ -609,21 +629,21 @@ def train(args: Args) -> dict[str, Any]:
             own = {"generator": rng.get_rng_state(), "envs": vec_env.get_state(), "obs": next_obs}
             state = {"format": FORMAT, "args": asdict(args), "run": vars(run), "agent": agent.state_dict(),
                      "adam": adam, "statistics": vec_env.statistics.get_state(), "processes": gather(own)}  # fmt: skip
-            if RANK == 0:
-                save(logdir / "latest.pt", state)
             if RANK == 0 and is_best:
                 save(logdir / "best.pt", state)
                 best = {"env_id": args.env_id, "mean_return": run.best_return, "logdir": str(logdir)}
                 (logdir / "best.json").write_text(json.dumps(best))
+            if RANK == 0:
+                save(logdir / "latest.pt", state)
 
     vec_env.close()
     if writer is not None and lock is not None:
         writer.close()
         lock.close()
         print(f"{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
-        bests = [json.loads(path.read_text()) for path in logdir.parent.glob("*/best.json")]
-        best = max([x for x in bests if x["env_id"] == args.env_id], key=lambda x: x["mean_return"])
-        print(f"The best of all runs of {args.env_id} in {logdir.parent}: {best}")
+        print(best_of_all_runs(args.env_id, logdir.parent))
+        if stopping:
+            print(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
     return {"logdir": str(logdir), "signal": signals[0] if signals else None, **vars(run)}
 
 
@@ -631,8 +651,9 @@ def train(args: Args) -> dict[str, Any]:
 def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, Any]:
     """The run folder, the checkpoint to continue from, or None, and a lock that keeps other runs out of the folder."""
     name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    args.logdir = args.logdir or f"runs/{name.replace('/', '_').replace(':', '_')}"
-    logdir = Path(args.logdir)
+    folder = Path("runs", name.replace("/", "_").replace(":", "_"))
+    same_second = len(list(folder.parent.glob(f"{folder.name}*")))
+    logdir = Path(args.logdir or (f"{folder}_{same_second}" if same_second else folder))
     checkpoint = load(logdir / "latest.pt") if args.resume else None
     if RANK > 0:
         return logdir, checkpoint, None
@@ -647,19 +668,35 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, Any]:
     for key, before in checkpoint["args"].items() if checkpoint else ():
         if key not in ("resume", "logdir") and getattr(args, key) != before:
             print(f"--{key.replace('_', '-')} is {getattr(args, key)} from now on; it was {before}.")
+    return logdir, checkpoint, lock
+
+
+def open_logs(args: Args, logdir: Path, step: int) -> SummaryWriter:
+    """Write config.json, print the sizes of the run and begin its TensorBoard log at `step`, and W&B's with --track."""
     commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
     (logdir / "config.json").write_text(json.dumps(config, indent=1))
+    print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
+          f"epochs x {args.num_minibatches} minibatches, seed {args.seed}: {logdir}")  # fmt: skip
     if args.track is not None:
         import wandb
 
         *entity, project = args.track.split("/")
         wandb.init(project=project, entity="".join(entity) or None, name=logdir.name, id=logdir.name, resume="allow",
                    config=asdict(args), sync_tensorboard=True)  # fmt: skip
-    print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
-          f"epochs x {args.num_minibatches} minibatches, seed {args.seed}: {logdir}")  # fmt: skip
-    return logdir, checkpoint, lock
+    return SummaryWriter(str(logdir), purge_step=step + 1)
+
+
+def best_of_all_runs(env_id: str, folder: Path) -> str:
+    """One line that names the run with the best evaluation of a task, among all runs in a folder."""
+    returns = {}
+    for path in folder.glob("*/best.json"):
+        with contextlib.suppress(ValueError, KeyError):  # a damaged file is no reason to end with an error
+            run = json.loads(path.read_text())
+            returns |= {run["mean_return"]: run["logdir"]} if run["env_id"] == env_id else {}
+    best = max(returns, default=math.nan)
+    return f"best of the {len(returns)} runs of {env_id} in {folder}: {best:.2f}, {returns.get(best)}"
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -797,20 +834,16 @@ def parse_args(argv: list[str]) -> Args:
 
 def main(argv: list[str]) -> int:
     """The command line. Returns the exit code: 2 for wrong arguments, 1 for a failure, 128 + n after signal n."""
-    args = None
     try:
         if argv[:1] == ["play"]:
             play(tyro.cli(PlayArgs, prog=f"{SCRIPT}.py play", args=argv[1:], description=play.__doc__))
             return 0
-        args = parse_args(argv[1:] if argv[:1] == ["train"] else argv)
-        result = train(args)
+        result = train(parse_args(argv[1:] if argv[:1] == ["train"] else argv))
         return 128 + result["signal"] if result["signal"] else 0
     except KeyboardInterrupt:
         return 130
     except (UsageError, OSError, FloatingPointError, WorkerError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        if isinstance(error, WorkerError) and args is not None:
-            print(f"Continue with: python {sys.argv[0]} --resume --logdir {args.logdir}", file=sys.stderr)
+        print("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return 2 if isinstance(error, UsageError) else 1
 
 
