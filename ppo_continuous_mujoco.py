@@ -610,7 +610,7 @@ def train(args: Args) -> dict[str, Any]:
                 if math.isfinite(value):
                     writer.add_scalar(name, value, run.global_step)
             with open(logdir / "progress.csv", "ab") as file:
-                file.truncate(run.csv_size)  # a resumed run cuts off what was logged after its checkpoint
+                file.truncate(run.csv_size)  # of a resumed run: cut off what was logged after its checkpoint
                 if run.csv_size == 0:
                     file.write(f"global_step,{','.join(record)}\n".encode())
                 file.write(f"{run.global_step},{','.join(map(str, record.values()))}\n".encode())
@@ -619,13 +619,16 @@ def train(args: Args) -> dict[str, Any]:
                 clock = time.perf_counter()  # the first rollout, in which torch compiles, tells nothing of the others
             pace = (time.perf_counter() - clock) / max(run.rollouts - first_rollout - 1, 1)
             left = pace * (num_updates - run.rollouts)
-            line = (f"{run.global_step:,} steps, {record['time/sps']:,.0f}/s, return {run.training_return:.2f}, "
-                    f"evaluation {run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}, {left / 60:.1f} min left")  # fmt: skip
+            line = (
+                f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
+                f"evaluation {run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}, {left / 60:.1f} min left"
+            )
             terminal = sys.stdout is not None and sys.stdout.isatty()  # on which a line overwrites the one before
             print(f"\r\033[K{line}" if terminal else line, end="" if terminal and not is_last else "\n", flush=True)
 
         # --- save -----------------------------------------------------------------------------------------------------
-        if is_best or is_last or stopping or crossed(run.global_step, args.batch_size, args.save_every):
+        due = run.rollouts == 1 or crossed(run.global_step, args.batch_size, args.save_every)
+        if due or is_best or is_last or stopping:
             own = {"generator": rng.get_rng_state(), "envs": vec_env.get_state(), "obs": next_obs}
             state = {"format": FORMAT, "args": asdict(args), "run": vars(run), "agent": agent.state_dict(),
                      "adam": adam, "statistics": vec_env.statistics.get_state(), "processes": gather(own)}  # fmt: skip
@@ -690,7 +693,7 @@ def open_logs(args: Args, logdir: Path, step: int) -> SummaryWriter:
 
 def best_of_all_runs(env_id: str, folder: Path) -> str:
     """One line that names the run with the best evaluation of a task, among all runs in a folder."""
-    returns = {}
+    returns: dict[float, str] = {}
     for path in folder.glob("*/best.json"):
         with contextlib.suppress(ValueError, KeyError):  # a damaged file is no reason to end with an error
             run = json.loads(path.read_text())
