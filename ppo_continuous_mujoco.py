@@ -493,10 +493,9 @@ def train(args: Args) -> dict[str, Any]:
         adam["learning_rate"] = learning_rates * annealing
 
         # --- collect --------------------------------------------------------------------------------------------------
-        rows: list[tuple[torch.Tensor, ...]] = []  # of each step: obs, actions, rewards, terminations, truncations
+        rows: list[tuple[torch.Tensor, ...]] = []  # of each step: obs, actions, rewards, terminated, ...
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
         ended: list[tuple[float, int, float]] = []  # (return, length, return / length) of each episode that ended
-        reward_sum = 0.0
         for t in range(num_steps):
             obs = torch.as_tensor(next_obs, device=device)
             with torch.no_grad():
@@ -507,19 +506,18 @@ def train(args: Args) -> dict[str, Any]:
             except WorkerError as error:
                 error.add_note(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
                 raise
-            reward_sum += float(infos["raw_reward"].sum())
             if args.time_scaled_reward:
                 rewards = rewards / infos["episode_length"]
-            rows.append((obs, actions, *map(torch.as_tensor, (rewards, terminated, truncated))))
+            others = rewards, terminated, truncated, infos["raw_reward"]
+            rows.append((obs, actions, *map(torch.as_tensor, others)))
             for n in np.flatnonzero(terminated | truncated):
-                total, length = float(infos["episode_return"][n]), int(infos["episode_length"][n])
+                total, length = infos["episode_return"][n], infos["episode_length"][n]
                 ended.append((total, length, total / length))
-                if not terminated[n]:
-                    cuts.append((t, int(n), infos["final_obs"][n]))
+            cuts += [(t, n, infos["final_obs"][n]) for n in np.flatnonzero(truncated & ~terminated).tolist()]
 
         # --- bootstrap ------------------------------------------------------------------------------------------------
         obs, actions, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # (num_steps, num_envs, ...)
-        rewards, terminations, truncations = (x.to(device, torch.float32) for x in others)
+        rewards, terminated, truncated, raw_rewards = (x.to(device, torch.float32) for x in others)
         with torch.no_grad():  # one pass over the whole rollout gives what num_steps small ones would have given
             policy, values = agent(obs.flatten(0, 1))
             log_probs, values = policy.log_prob(actions.flatten(0, 1)).view_as(rewards), values.view_as(rewards)
@@ -529,17 +527,15 @@ def train(args: Args) -> dict[str, Any]:
                 next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=device))
 
         # --- advantages -----------------------------------------------------------------------------------------------
-        gae_rewards, gae_terminations, gae_truncations, gamma = rewards, terminations, truncations, args.gamma
+        gamma = args.gamma
         if args.average_reward_rate is not None:  # differential values: delta = r - rho + V(s') - V(s), without gamma
             share = args.average_reward_rate if run.rollouts > 0 else 1.0
             run.average_reward += share * (float(np.mean(gather(float(rewards.mean())))) - run.average_reward)
-            gae_rewards, gamma = rewards - run.average_reward, 1.0
+            rewards, gamma = rewards - run.average_reward, 1.0
             # A fall does not end the task, which goes on from the reset: only here are next_values those of a reset
             # state. An episode that falls in the very step of its time limit counts as fallen.
-            gae_terminations, gae_truncations = torch.zeros_like(terminations), truncations * (1 - terminations)
-        advantages, returns = compute_gae(
-            gae_rewards, values, next_values, gae_terminations, gae_truncations, gamma, args.gae_lambda
-        )
+            terminated, truncated = torch.zeros_like(terminated), truncated * (1 - terminated)
+        advantages, returns = compute_gae(rewards, values, next_values, terminated, truncated, gamma, args.gae_lambda)
         if args.norm_adv in ("batch", "per_env"):
             advantages = normalize_advantages(advantages, dim=0 if args.norm_adv == "per_env" else None)
 
@@ -595,7 +591,7 @@ def train(args: Args) -> dict[str, Any]:
                 "rollout/episodic_return": mean_return,
                 "rollout/episodic_length": mean_length,
                 "rollout/LTA_return": mean_LTA,  # long-term average: return / length
-                "rollout/mean_reward": reward_sum / len(batch.obs),
+                "rollout/mean_reward": raw_rewards.mean().item(),
                 "eval/mean_return": eval_returns.mean(),
                 "eval/std_return": eval_returns.std(),
                 "eval/mean_length": eval_lengths.mean(),
