@@ -406,19 +406,27 @@ def gather(x: Any) -> list[Any]:
     return objects
 
 
+signals: list[int] = []  # those a run has received: the first one ends it after its update, a second one at once
+
+
 @contextlib.contextmanager
-def restored_signals() -> Iterator[None]:
-    """Give signals back to whoever had them before a run."""
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+def receiving_signals() -> Iterator[None]:
+    def receive(number: int, frame: Any) -> None:
+        if signals:
+            raise KeyboardInterrupt
+        signals.append(number)
+
+    signals.clear()
+    is_main = threading.current_thread() is threading.main_thread()  # other threads cannot set handlers
+    before = {n: signal.signal(n, receive) for n in SIGNALS if is_main and signal.getsignal(n) != signal.SIG_IGN}
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            if signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-@restored_signals()
+@receiving_signals()
 def train(args: Args) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
 
@@ -455,9 +463,8 @@ def train(args: Args) -> dict[str, Any]:
         update = torch.compile(take_steps, dynamic=False, options={"cpp_wrapper": device.type == "cpu"})
     steps_per_call = math.gcd(4, args.num_minibatches)  # one compiled call for each step would cost half as much again
 
-    logdir, checkpoint, lock = open_run(args)
-    # Where the run stands.
-    run = SimpleNamespace(
+    logdir, checkpoint, log, writer = open_run(args)
+    run = SimpleNamespace(  # where the run stands
         rollouts=0, global_step=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0, average_reward=0.0,
         best_LTA=-math.inf, training_return=math.nan, mean_return=math.nan, best_return=-math.inf,
     )  # fmt: skip
@@ -474,18 +481,7 @@ def train(args: Args) -> dict[str, Any]:
         else:
             print("The checkpoint does not hold these environments, so new episodes begin.")
 
-    writer = open_logs(args, logdir, run.global_step) if RANK == 0 else None
-    signals: list[int] = []  # received; the first one ends the run after its update, a second one at once
-
-    def receive(number: int, frame: Any) -> None:
-        if signals:
-            raise KeyboardInterrupt
-        signals.append(number)
-
-    for number in SIGNALS:
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, receive)
-    first_rollout, clock, stopping = run.rollouts, time.perf_counter(), False
+    stopping = False
     while run.rollouts < num_updates and not stopping:
         started = time.perf_counter()
         progress = run.rollouts / num_updates
@@ -508,8 +504,7 @@ def train(args: Args) -> dict[str, Any]:
                 raise
             if args.time_scaled_reward:
                 rewards = rewards / infos["episode_length"]
-            others = rewards, terminated, truncated, infos["raw_reward"]
-            rows.append((obs, actions, *map(torch.as_tensor, others)))
+            rows.append((obs, actions, *map(torch.as_tensor, (rewards, terminated, truncated, infos["raw_reward"]))))
             for n in np.flatnonzero(terminated | truncated):
                 total, length = infos["episode_return"][n], infos["episode_length"][n]
                 ended.append((total, length, total / length))
@@ -541,8 +536,6 @@ def train(args: Args) -> dict[str, Any]:
 
         # --- update ---------------------------------------------------------------------------------------------------
         batch = Batch(*(x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)))
-        if args.compile and run.rollouts == first_rollout and RANK == 0:
-            print("compiling the gradient steps, 10 to 30 s ...", flush=True)
         results: list[dict[str, torch.Tensor]] = []  # of each call of `update`
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=device)  # detail 6: each transition once an epoch
@@ -581,7 +574,7 @@ def train(args: Args) -> dict[str, Any]:
         if ended:
             run.best_LTA, run.training_return = max(run.best_LTA, mean_LTA), mean_return
         run.resets += len(ended)
-        if writer is not None:
+        if RANK == 0:
             record = {f"train/{name}": value for name, value in metrics.items()} | {
                 "train/explained_variance": explained_variance(batch.values, batch.returns),
                 "train/value_abs_error": float((batch.values - batch.returns).abs().mean()),
@@ -605,22 +598,15 @@ def train(args: Args) -> dict[str, Any]:
             for name, value in record.items():
                 if math.isfinite(value):
                     writer.add_scalar(name, value, run.global_step)
-            with open(logdir / "progress.csv", "ab") as file:
-                file.truncate(run.csv_size)  # of a resumed run: cut off what was logged after its checkpoint
-                if run.csv_size == 0:
-                    file.write(f"global_step,{','.join(record)}\n".encode())
-                file.write(f"{run.global_step},{','.join(map(str, record.values()))}\n".encode())
-                run.csv_size = file.tell()
-            if run.rollouts == first_rollout + 1:
-                clock = time.perf_counter()  # the first rollout, in which torch compiles, tells nothing of the others
-            pace = (time.perf_counter() - clock) / max(run.rollouts - first_rollout - 1, 1)
-            left = pace * (num_updates - run.rollouts)
-            line = (
-                f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
-                f"evaluation {run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}, {left / 60:.1f} min left"
-            )
-            terminal = sys.stdout is not None and sys.stdout.isatty()  # on which a line overwrites the one before
-            print(f"\r\033[K{line}" if terminal else line, end="" if terminal and not is_last else "\n", flush=True)
+            if run.rollouts == 1:
+                print("global_step", *record, sep=",", file=log)
+            print(run.global_step, *record.values(), sep=",", file=log, flush=True)
+            run.csv_size = log.tell()
+            start, end = ("\r\033[K", "") if sys.stdout.isatty() else ("", "\n")  # a terminal has one line, overwritten
+            minutes = (num_updates - run.rollouts) * seconds / 60
+            line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
+            line += f"evaluation {run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}, {minutes:.1f} min left"
+            print(f"{start}{line}", end=end, flush=True)
 
         # --- save -----------------------------------------------------------------------------------------------------
         due = run.rollouts == 1 or crossed(run.global_step, args.batch_size, args.save_every)
@@ -636,10 +622,10 @@ def train(args: Args) -> dict[str, Any]:
                 save(logdir / "latest.pt", state)
 
     vec_env.close()
-    if writer is not None and lock is not None:
+    if RANK == 0:
         writer.close()
-        lock.close()
-        print(f"{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
+        log.close()
+        print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
         print(best_of_all_runs(args.env_id, logdir.parent))
         if stopping:
             print(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
@@ -647,19 +633,20 @@ def train(args: Args) -> dict[str, Any]:
 
 
 # ---- Run folder and checkpoints --------------------------------------------------------------------------------------
-def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, Any]:
-    """The run folder, the checkpoint to continue from, or None, and a lock that keeps other runs out of the folder."""
+def open_run(args: Args) -> tuple[Path, Any, Any, Any]:
+    """The run folder, the checkpoint to continue from (or None), and, for the process that logs, progress.csv, whose
+    lock keeps other runs out of the folder, and the log of TensorBoard, and of W&B with --track. Writes config.json."""
     name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path("runs", name.replace("/", "_").replace(":", "_"))
     same_second = len(list(folder.parent.glob(f"{folder.name}*")))
     logdir = Path(args.logdir or (f"{folder}_{same_second}" if same_second else folder))
     checkpoint = load(logdir / "latest.pt") if args.resume else None
     if RANK > 0:
-        return logdir, checkpoint, None
+        return logdir, checkpoint, None, None
     logdir.mkdir(parents=True, exist_ok=True)
-    lock = open(logdir / "lock", "w")  # noqa: SIM115  (until the run ends)
+    log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
     try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
     is_new = checkpoint is not None or not (logdir / "latest.pt").exists()
@@ -667,24 +654,23 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, Any]:
     for key, before in checkpoint["args"].items() if checkpoint else ():
         if key not in ("resume", "logdir") and getattr(args, key) != before:
             print(f"--{key.replace('_', '-')} is {getattr(args, key)} from now on; it was {before}.")
-    return logdir, checkpoint, lock
-
-
-def open_logs(args: Args, logdir: Path, step: int) -> SummaryWriter:
-    """Write config.json, print the sizes of the run and begin its TensorBoard log at `step`, and W&B's with --track."""
     commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
     (logdir / "config.json").write_text(json.dumps(config, indent=1))
     print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
           f"epochs x {args.num_minibatches} minibatches, seed {args.seed}: {logdir}")  # fmt: skip
+    if args.compile:
+        print("The first update compiles the gradient steps, which takes 10 to 30 s.", flush=True)
     if args.track is not None:
         import wandb
 
         *entity, project = args.track.split("/")
         wandb.init(project=project, entity="".join(entity) or None, name=logdir.name, id=logdir.name, resume="allow",
                    config=asdict(args), sync_tensorboard=True)  # fmt: skip
-    return SummaryWriter(str(logdir), purge_step=step + 1)
+    step = checkpoint["run"]["global_step"] if checkpoint else 0  # what was logged after the checkpoint is forgotten
+    log.truncate(checkpoint["run"]["csv_size"] if checkpoint else 0)
+    return logdir, checkpoint, log, SummaryWriter(str(logdir), purge_step=step + 1)
 
 
 def best_of_all_runs(env_id: str, folder: Path) -> str:
