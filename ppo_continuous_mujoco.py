@@ -52,7 +52,8 @@ from envs.vectorize import vectorize
 
 SCRIPT, FORMAT = Path(__file__).stem, "ppo_continuous_mujoco/3"  # FORMAT: what a checkpoint holds; copies keep it
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # they end a run after its update
-WORLD_SIZE, RANK = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))  # set by torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # processes; torchrun sets these
+RANK, LOCAL_RANK = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
 
 
 class UsageError(ValueError):
@@ -117,10 +118,8 @@ class PPOArgs:
 
 
 RANGES = {  # lowest and highest values; None passes
-    ("num_envs", "num_steps", "num_minibatches", "update_epochs", "eval_episodes", "num_workers", "reset_steps"): (
-        1,
-        1e6,
-    ),
+    ("num_envs", "num_workers", "reset_steps", "eval_episodes"): (1, 1e6),
+    ("num_steps", "num_minibatches", "update_epochs"): (1, 1e6),
     ("total_timesteps",): (1, 1e15),
     ("eval_every", "save_every", "ent_coef", "vf_coef"): (0, 1e15),
     ("learning_rate", "critic_learning_rate", "clip_coef", "max_grad_norm", "target_kl", "step_timeout"): (1e-9, 1e9),
@@ -327,13 +326,12 @@ def take_steps(agent: Agent, args: Args, weights: torch.Tensor, adam: Any, minib
         adam["step"] += 1
         adam["mean"] += (1 - 0.9) * (gradient - adam["mean"])
         adam["square"] += (1 - 0.999) * (gradient**2 - adam["square"])
-        mean = adam["mean"] / (
-            1 - torch.exp(adam["step"] * math.log(0.9))
-        )  # exp, since pow is slow where it underflows
-        square = adam["square"] / (1 - torch.exp(adam["step"] * math.log(0.999)))
+        step = adam["step"]  # below exp, because pow is slow where it underflows
+        mean = adam["mean"] / (1 - torch.exp(step * math.log(0.9)))
+        square = adam["square"] / (1 - torch.exp(step * math.log(0.999)))
         weights -= adam["learning_rate"] * mean / (square.sqrt() + 1e-5)  # detail 3
         steps.append(metrics)
-    return {name: torch.stack([step[name] for step in steps]) for name in metrics}
+    return {name: torch.stack([x[name] for x in steps]) for name in metrics}
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
@@ -435,9 +433,7 @@ def train(args: Args) -> dict[str, Any]:
     """
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
-    device = torch.device(args.device)
-    if WORLD_SIZE > 1 and device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device(f"cuda:{LOCAL_RANK}" if args.device == "cuda" else args.device)
     if WORLD_SIZE > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     rng = torch.cuda if device.type == "cuda" else torch  # whose generator draws actions and shuffles
@@ -451,10 +447,9 @@ def train(args: Args) -> dict[str, Any]:
     # All weights in one vector, of which the parameters become views: one long step costs half of many short ones.
     weights = parameters_to_vector(agent.parameters()).detach()
     vector_to_parameters(weights, agent.parameters())
-    learning_rates = torch.full_like(weights, args.learning_rate)
-    if args.critic_learning_rate is not None:
-        is_critic = [torch.full_like(p, name.startswith("critic")) for name, p in agent.named_parameters()]
-        learning_rates[parameters_to_vector(is_critic) > 0] = args.critic_learning_rate
+    critic_learning_rate = args.critic_learning_rate or args.learning_rate
+    rates = {name: critic_learning_rate if "critic" in name else args.learning_rate for name in agent.state_dict()}
+    learning_rates = parameters_to_vector(torch.full_like(p, rates[name]) for name, p in agent.named_parameters())
     adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": torch.zeros(())}
     update: Any = take_steps
     if args.compile:
@@ -465,7 +460,7 @@ def train(args: Args) -> dict[str, Any]:
 
     logdir, checkpoint, log, writer = open_run(args)
     run = SimpleNamespace(  # where the run stands
-        rollouts=0, global_step=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0, average_reward=0.0,
+        rollouts=0, global_step=0, resets=0, epochs=0, seconds=0.0, csv_size=0, average_reward=0.0,
         best_LTA=-math.inf, training_return=math.nan, mean_return=math.nan, best_return=-math.inf,
     )  # fmt: skip
     torch.manual_seed(args.seed + first_env)  # weights are equal in all processes; actions and shuffles are not
@@ -473,10 +468,10 @@ def train(args: Args) -> dict[str, Any]:
     if checkpoint is not None:
         load_policy(checkpoint, agent, vec_env.statistics)
         vars(run).update(checkpoint["run"])
-        adam |= {name: checkpoint["adam"][name].to(x.device) for name, x in adam.items()}
+        adam = {name: x.to(device) for name, x in checkpoint["adam"].items()}
         own = checkpoint["processes"][RANK % len(checkpoint["processes"])]
-        if vec_env.set_state(own["envs"]):
-            rng.set_rng_state(torch.from_numpy(own["generator"]))
+        if vec_env.set_state(tree_map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, own["envs"])):
+            rng.set_rng_state(own["generator"])
             next_obs = own["obs"]
         else:
             print("The checkpoint does not hold these environments, so new episodes begin.")
@@ -539,12 +534,9 @@ def train(args: Args) -> dict[str, Any]:
         results: list[dict[str, torch.Tensor]] = []  # of each call of `update`
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=device)  # detail 6: each transition once an epoch
-            minibatches = [x[order].unflatten(0, (args.num_minibatches, -1)) for x in batch]
-            for i in range(0, args.num_minibatches, steps_per_call):
-                some = Batch(*(x[i : i + steps_per_call] for x in minibatches))
-                results.append(update(agent, args, weights, adam, some))
+            for indices in order.view(args.num_minibatches, -1).split(steps_per_call):
+                results.append(update(agent, args, weights, adam, Batch(*(x[indices] for x in batch))))
             run.epochs += 1
-            run.minibatch_updates += args.num_minibatches
             epoch = results[-args.num_minibatches // steps_per_call :]
             if args.target_kl is not None and torch.cat([x["approx_kl"] for x in epoch]).mean() > args.target_kl:
                 break
@@ -592,7 +584,7 @@ def train(args: Args) -> dict[str, Any]:
                 "counters/rollouts": run.rollouts,
                 "counters/resets": run.resets,
                 "counters/epochs": run.epochs,
-                "counters/minibatch_updates": run.minibatch_updates,
+                "counters/minibatch_updates": run.epochs * args.num_minibatches,
                 "time/sps": args.batch_size / seconds,
             }
             for name, value in record.items():
@@ -675,13 +667,13 @@ def open_run(args: Args) -> tuple[Path, Any, Any, Any]:
 
 def best_of_all_runs(env_id: str, folder: Path) -> str:
     """One line that names the run with the best evaluation of a task, among all runs in a folder."""
-    returns: dict[float, str] = {}
+    runs: list[tuple[float, str]] = []
     for path in folder.glob("*/best.json"):
         with contextlib.suppress(ValueError, KeyError):  # a damaged file is no reason to end with an error
             run = json.loads(path.read_text())
-            returns |= {run["mean_return"]: run["logdir"]} if run["env_id"] == env_id else {}
-    best = max(returns, default=math.nan)
-    return f"best of the {len(returns)} runs of {env_id} in {folder}: {best:.2f}, {returns.get(best)}"
+            runs += [(run["mean_return"], run["logdir"])] if run["env_id"] == env_id else []
+    best, logdir = max(runs, default=(math.nan, None))
+    return f"best of the {len(runs)} runs of {env_id} in {folder}: {best:.2f}, {logdir}"
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -706,8 +698,6 @@ def load(path: Path) -> dict[str, Any]:
         raise OSError(f"{path} is missing, damaged or no checkpoint: {str(error).splitlines()[0][:100]}") from None
     fits = isinstance(state, dict) and state.get("format") == FORMAT
     require(fits, f"{path} is no checkpoint of {SCRIPT}.py, whose format is {FORMAT}.")
-    for name in {"statistics", "processes"} & state.keys():
-        state[name] = tree_map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, state[name])
     return state
 
 
