@@ -25,7 +25,7 @@ import threading
 import time
 import zipfile
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -148,8 +148,7 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         shares = self.num_minibatches * WORLD_SIZE
         require(self.batch_size % shares == 0, f"--num-minibatches {self.num_minibatches} does not divide {batch}.")
         require(self.num_envs % WORLD_SIZE == 0, f"{WORLD_SIZE} processes cannot share {batch} evenly.")
-        single = self.norm_adv == "minibatch" and self.batch_size == shares
-        require(not single, "A minibatch of one transition cannot be normalised: add --norm-adv none.")
+        require(self.norm_adv != "minibatch" or self.batch_size > shares, "A minibatch of 1 needs --norm-adv none.")
         require(min(self.hidden_sizes, default=0) > 0, "--hidden-sizes must be one or more positive widths.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         require(self.gamma < 1 or raw_rewards, "--gamma 1 makes values infinite; try --average-reward-rate 0.1.")
@@ -447,9 +446,9 @@ def train(args: Args) -> dict[str, Any]:
     # All weights in one vector, of which the parameters become views: one long step costs half of many short ones.
     weights = parameters_to_vector(agent.parameters()).detach()
     vector_to_parameters(weights, agent.parameters())
-    critic_learning_rate = args.critic_learning_rate or args.learning_rate
-    rates = {name: critic_learning_rate if "critic" in name else args.learning_rate for name in agent.state_dict()}
-    learning_rates = parameters_to_vector(torch.full_like(p, rates[name]) for name, p in agent.named_parameters())
+    actor_rate, critic_rate = args.learning_rate, args.critic_learning_rate or args.learning_rate
+    rates = ((p, critic_rate if name.startswith("critic") else actor_rate) for name, p in agent.named_parameters())
+    learning_rates = parameters_to_vector(torch.full_like(p, rate) for p, rate in rates)
     adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": torch.zeros(())}
     update: Any = take_steps
     if args.compile:
@@ -729,9 +728,8 @@ def play(options: PlayArgs) -> list[float]:
     """Play the policy of a checkpoint and print each episode's return; returns these. With --save-gif, film it."""
     positive = min(options.episodes, options.gif_frames, options.gif_fps, 51 - options.gif_fps) > 0
     require(positive, "--episodes and --gif-frames must be at least 1, --gif-fps from 1 to 50.")
-    path = Path(options.checkpoint)
-    if path.stem in ("best", "latest") and not path.is_file():
-        path = Path(options.logdir or ".", f"{path.stem}.pt")
+    is_name = options.checkpoint in ("best", "latest")
+    path = Path(options.logdir or ".", f"{options.checkpoint}.pt") if is_name else Path(options.checkpoint)
     checkpoint = load(path)
     args = Args(**saved_args(checkpoint, [str(options.env_id)]) | {"device": "cpu"})
     render_mode = "human" if options.render else "rgb_array" if options.save_gif else None
@@ -765,12 +763,10 @@ def play(options: PlayArgs) -> list[float]:
 
 def preset_values(*names: str) -> dict[str, Any]:
     """The values of presets, layered from left to right."""
-    values: dict[str, Any] = {}
     for name in names:
         close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
         require(name in PRESETS, f"There is no preset {name!r}; did you mean {close}? Presets: {', '.join(PRESETS)}.")
-        values |= PRESETS[name]
-    return values
+    return {key: value for name in names for key, value in PRESETS[name].items()}
 
 
 def preset(*names: str, **flags: Any) -> Args:
@@ -787,20 +783,17 @@ def saved_args(checkpoint: dict[str, Any], argv: list[str]) -> dict[str, Any]:
 
 def parse_args(argv: list[str]) -> Args:
     """Arguments from the presets after --configs, or from the run to --resume, and from flags, which win."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # of what decides about the other defaults
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--configs", nargs="+", default=[])
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--logdir")
-    first, flags = parser.parse_known_args(argv)
+    configs, flags = parser.parse_known_args(argv)
+    first, _ = tyro.cli(RunArgs, args=flags, add_help=False, return_unknown_args=True)
     values = saved_args(load(Path(first.logdir, "latest.pt")), flags) if first.resume and first.logdir else {}
-    values |= preset_values(*first.configs) | {"resume": first.resume, "logdir": first.logdir}
+    values |= preset_values(*configs.configs)
+    groups = RunArgs(), EnvironmentArgs(), PPOArgs()  # as --help shows them
+    for group in groups:
+        vars(group).update({name: values[name] for name in vars(group) & values.keys()})
 
-    def default(group: Any) -> Any:
-        return group(**{field.name: values[field.name] for field in fields(group) if field.name in values})
-
-    run, environments, ppo = default(RunArgs), default(EnvironmentArgs), default(PPOArgs)
-
-    def parse(run: RunArgs = run, environments: EnvironmentArgs = environments, ppo: PPOArgs = ppo) -> Args:
+    def parse(run: RunArgs = groups[0], environments: EnvironmentArgs = groups[1], ppo: PPOArgs = groups[2]) -> Args:
         return Args(**vars(run), **vars(environments), **vars(ppo))
 
     presets = f"--configs NAME ... takes presets, in layers: {', '.join(PRESETS)}. Flags win over them."
