@@ -436,12 +436,12 @@ def train(args: Args) -> dict[str, Any]:
     if WORLD_SIZE > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     rng = torch.cuda if device.type == "cuda" else torch  # whose generator draws actions and shuffles
-    num_envs, num_steps, num_updates = args.num_envs // WORLD_SIZE, args.num_steps, args.num_updates
+    num_envs, num_steps, all_steps = args.num_envs // WORLD_SIZE, args.num_steps, args.num_updates * args.batch_size
     first_env = RANK * num_envs  # this process steps environments first_env to first_env + num_envs - 1
     vec_env = make_envs(args, num_envs)
     space = vec_env.single_action_space
     agent = Agent(vec_env, args).to(device)
-    if args.init_from is not None:
+    if args.init_from is not None and not args.resume:
         load_policy(load(Path(args.init_from)), agent, vec_env.statistics)
     # All weights in one vector, of which the parameters become views: one long step costs half of many short ones.
     weights = parameters_to_vector(agent.parameters()).detach()
@@ -457,7 +457,7 @@ def train(args: Args) -> dict[str, Any]:
         update = torch.compile(take_steps, dynamic=False, options={"cpp_wrapper": device.type == "cpu"})
     steps_per_call = math.gcd(4, args.num_minibatches)  # one compiled call for each step would cost half as much again
 
-    logdir, checkpoint, log, writer = open_run(args)
+    logdir, checkpoint, log = open_run(args)
     run = SimpleNamespace(  # where the run stands
         rollouts=0, global_step=0, resets=0, epochs=0, seconds=0.0, csv_size=0, average_reward=0.0,
         best_LTA=-math.inf, training_return=math.nan, mean_return=math.nan, best_return=-math.inf,
@@ -475,10 +475,10 @@ def train(args: Args) -> dict[str, Any]:
         else:
             print("The checkpoint does not hold these environments, so new episodes begin.")
 
-    stopping = False
-    while run.rollouts < num_updates and not stopping:
+    writer, stopping = open_logs(args, logdir, log, run) if RANK == 0 else None, False
+    while run.global_step < all_steps and not stopping:
         started = time.perf_counter()
-        progress = run.rollouts / num_updates
+        progress = run.global_step / all_steps
         annealing = {"linear": 1 - progress, "exponential": 0.01**progress, "none": 1.0}[args.lr_decay]  # detail 4
         adam["learning_rate"] = learning_rates * annealing
 
@@ -548,7 +548,7 @@ def train(args: Args) -> dict[str, Any]:
         run.seconds += seconds
 
         # --- evaluate -------------------------------------------------------------------------------------------------
-        is_last, is_best = run.rollouts == num_updates, False
+        is_last, is_best = run.global_step >= all_steps, False
         eval_returns = eval_lengths = np.array([math.nan])
         if RANK == 0 and (is_last or crossed(run.global_step, args.batch_size, args.eval_every)):
             eval_envs = make_envs(args, args.eval_episodes, vec_env.statistics)
@@ -594,7 +594,7 @@ def train(args: Args) -> dict[str, Any]:
             print(run.global_step, *record.values(), sep=",", file=log, flush=True)
             run.csv_size = log.tell()
             start, end = ("\r\033[K", "") if sys.stdout.isatty() else ("", "\n")  # a terminal has one line, overwritten
-            minutes = (num_updates - run.rollouts) * seconds / 60
+            minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
             line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
             line += f"evaluation {run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}, {minutes:.1f} min left"
             print(f"{start}{line}", end=end, flush=True)
@@ -624,16 +624,15 @@ def train(args: Args) -> dict[str, Any]:
 
 
 # ---- Run folder and checkpoints --------------------------------------------------------------------------------------
-def open_run(args: Args) -> tuple[Path, Any, Any, Any]:
-    """The run folder, the checkpoint to continue from (or None), and, for the process that logs, progress.csv, whose
-    lock keeps other runs out of the folder, and the log of TensorBoard, and of W&B with --track. Writes config.json."""
+def open_run(args: Args) -> tuple[Path, Any, Any]:
+    """The run folder, the checkpoint to continue from, or None, and progress.csv, locked against other runs."""
     name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path("runs", name.replace("/", "_").replace(":", "_"))
     same_second = len(list(folder.parent.glob(f"{folder.name}*")))
     logdir = Path(args.logdir or (f"{folder}_{same_second}" if same_second else folder))
     checkpoint = load(logdir / "latest.pt") if args.resume else None
     if RANK > 0:
-        return logdir, checkpoint, None, None
+        return logdir, checkpoint, None
     logdir.mkdir(parents=True, exist_ok=True)
     log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
     try:
@@ -645,6 +644,12 @@ def open_run(args: Args) -> tuple[Path, Any, Any, Any]:
     for key, before in checkpoint["args"].items() if checkpoint else ():
         if key not in ("resume", "logdir") and getattr(args, key) != before:
             print(f"--{key.replace('_', '-')} is {getattr(args, key)} from now on; it was {before}.")
+    return logdir, checkpoint, log
+
+
+def open_logs(args: Args, logdir: Path, log: Any, run: Any) -> SummaryWriter:
+    """Write config.json, print the sizes of the run, begin its TensorBoard log, and W&B's with --track. What the logs
+    of a resumed run hold from after its checkpoint is forgotten."""
     commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
@@ -659,9 +664,8 @@ def open_run(args: Args) -> tuple[Path, Any, Any, Any]:
         *entity, project = args.track.split("/")
         wandb.init(project=project, entity="".join(entity) or None, name=logdir.name, id=logdir.name, resume="allow",
                    config=asdict(args), sync_tensorboard=True)  # fmt: skip
-    step = checkpoint["run"]["global_step"] if checkpoint else 0  # what was logged after the checkpoint is forgotten
-    log.truncate(checkpoint["run"]["csv_size"] if checkpoint else 0)
-    return logdir, checkpoint, log, SummaryWriter(str(logdir), purge_step=step + 1)
+    log.truncate(run.csv_size)
+    return SummaryWriter(str(logdir), purge_step=run.global_step + 1)
 
 
 def best_of_all_runs(env_id: str, folder: Path) -> str:
