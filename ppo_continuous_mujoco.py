@@ -361,7 +361,7 @@ def make_envs(args: Args, num_envs: int, statistics: Any = None, render_mode: st
         is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.dtype.kind == "f"
         require(is_vector, f"This script needs vectors of real numbers; {args.env_id} has {space}: see {advice}.")
     training, clip = statistics is None, 10.0 if args.norm_obs else math.inf
-    exchange = gather if training and WORLD_SIZE > 1 else None
+    exchange = gather if WORLD_SIZE > 1 else None
     if training and args.norm_reward:  # details 30, 31
         vec_env = NormalizeReward(vec_env, args.gamma, gather=exchange)
     # details 28, 29; outermost, so that its statistics are at hand
@@ -475,7 +475,8 @@ def train(args: Args) -> dict[str, Any]:
         else:
             print("The checkpoint does not hold these environments, so new episodes begin.")
 
-    writer, stopping = open_logs(args, logdir, log, run) if RANK == 0 else None, False
+    writer: Any = open_logs(args, logdir, log, run) if RANK == 0 else None
+    stopping = False
     while run.global_step < all_steps and not stopping:
         started = time.perf_counter()
         progress = run.global_step / all_steps
@@ -694,8 +695,7 @@ def load(path: Path) -> dict[str, Any]:
     for one of another script."""
     try:
         with zipfile.ZipFile(path) as archive:
-            if archive.testzip() is not None:  # torch writes checksums but does not look at them
-                raise OSError("a checksum is wrong")
+            require(archive.testzip() is None, "a checksum is wrong")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
         raise OSError(f"{path} is missing, damaged or no checkpoint: {str(error).splitlines()[0][:100]}") from None
