@@ -388,7 +388,28 @@ def time_limits() -> Numbers:
     return numbers
 
 
-FIGURES = (clip, reinforce, gae_lambda, epochs, kl, num_envs, time_limits)
+# ---- README.md ------------------------------------------------------------------------------------------------------
+
+
+def learning() -> Numbers:
+    """Evaluation return on two robots, ours and SB3's: mean and one standard deviation over seeds."""
+    tasks = json.loads((FOLDER.parents[1] / "results" / "mujoco_learning_1000k.json").read_text())["tasks"]
+    figure, axes = canvas(2, width=3.6)
+    for axis, task in zip(axes, ("HalfCheetah-v5", "Walker2d-v5"), strict=True):
+        for key, name, color in (("seeds", "ours", BLUE), ("sb3_seeds", "SB3, its Zoo's settings", RED)):
+            runs = [run["evaluations"] for run in tasks[task][key].values()]
+            steps = np.mean([run["global_step"] for run in runs], axis=0) / 1e6
+            returns = np.array([run["mean_return"] for run in runs])
+            mean, spread = returns.mean(0), returns.std(0, ddof=1)
+            axis.plot(steps, mean, color=color, lw=2, label=f"{name}, {len(runs)} seeds")
+            axis.fill_between(steps, mean - spread, mean + spread, color=color, alpha=0.2, lw=0)
+        axis.set(title=task, xlabel="million environment steps", ylabel="evaluation return", ylim=(0, None))
+    axes[0].legend(fontsize=9, loc="lower right")
+    save(figure, "learning")
+    return {}
+
+
+FIGURES = (clip, reinforce, gae_lambda, epochs, kl, num_envs, time_limits, learning)
 
 
 def main() -> None:

@@ -78,9 +78,10 @@ def assert_resumes(script: ModuleType, folder: Path, monkeypatch: pytest.MonkeyP
         if len(saved) == 2:
             raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+    with monkeypatch.context() as patch:
         patch.setattr(script, "save", save_and_die)
-        train(script, folder / "broken", **values)
+        with pytest.raises(KeyboardInterrupt):
+            train(script, folder / "broken", **values)
     train(script, folder / "broken", resume=True, **values)
     one, other = (torch.load(folder / name / "latest.pt", weights_only=True) for name in ("unbroken", "broken"))
     assert one["run"]["global_step"] == other["run"]["global_step"] == 512
@@ -163,7 +164,9 @@ def test_an_observation_wrapper_acts_in_training_and_in_evaluation(
     script.play(script.PlayArgs(logdir=result["logdir"]))
 
 
-def test_a_sweep_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_from_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The program of the page, shortened; and both of its runs are those that they would have been alone."""
     (program,) = re.findall(r"```python\n(from ppo_cont.*?)```", PAGE.read_text(), re.DOTALL)
     program = program.replace('"ant", ', '"ant", **tiny, ')
