@@ -32,7 +32,7 @@ EXERCISES = (
     "the value loss is maximised",
     "k1 has the wrong sign",
     "the clip fraction sees one side",
-    "log-probabilities are averaged over dimensions",
+    "each action dimension has a log-probability of its own",
     "a batch of one loses its dimension",
     "the policy starts with large means",
     "the reset observation is bootstrapped",

@@ -27,6 +27,7 @@ from gymnasium.spaces import Box
 
 import ppo_continuous_mujoco as ppo
 from docs import reinforce as corridor
+from envs.normalize import RunningMeanStd
 
 FOLDER = Path(__file__).parent / "figures"
 Numbers = dict[str, str]
@@ -52,7 +53,7 @@ def save(figure: matplotlib.figure.Figure, name: str) -> None:
 
 def small_agent(obs_dim: int, action_dim: int, seed: int = 0, **args: Any) -> tuple[ppo.Agent, ppo.Args]:
     """A fresh agent of the script, and its arguments; by default the loss is the policy's alone."""
-    settings = ppo.Args(**{"norm_adv": False, "vf_coef": 0.0, "ent_coef": 0.0} | args)
+    settings = ppo.Args(**{"norm_adv": "none", "vf_coef": 0.0, "ent_coef": 0.0} | args)
     torch.manual_seed(seed)
     spaces: Any = SimpleNamespace(
         single_observation_space=Box(-np.inf, np.inf, (obs_dim,)), single_action_space=Box(-1, 1, (action_dim,))
@@ -67,7 +68,9 @@ def clip() -> Numbers:
     """The clipped objective and its slope against the ratio, read off ppo_loss and its gradient."""
     agent, args = small_agent(1, 1)
     obs = torch.zeros(1, 1)
-    action, log_prob, _, _ = (x.detach() for x in agent.get_action_and_value(obs))
+    with torch.no_grad():
+        action = agent.policy(obs).sample()
+        log_prob = agent.policy(obs).log_prob(action)
     ratios = np.linspace(0, 2, 401)[1:]
     figure, axes = canvas(2)
     for axis, advantage in zip(axes, (1.0, -1.0), strict=True):
@@ -76,7 +79,7 @@ def clip() -> Numbers:
             # The policy stands still and pi_old moves: only their ratio matters to the loss.
             old = (log_prob - np.log(ratio)).requires_grad_()
             zero = torch.zeros(1)
-            loss, _ = ppo.ppo_loss(agent, obs, action, old, zero, torch.tensor([advantage]), zero, args)
+            loss, _ = ppo.ppo_loss(agent, args, ppo.Batch(obs, action, old, zero, torch.tensor([advantage]), zero))
             objective.append(-loss.item())
             slope.append(torch.autograd.grad(loss, old)[0].item() / ratio)  # d objective / d ratio
         flat = np.abs(slope) < 1e-6
@@ -175,29 +178,29 @@ def epochs() -> Numbers:
     figure, axes = canvas(2)
     numbers = {}
     for learning_rate, color in ((3e-4, BLUE), (3e-3, RED)):
-        agent, args = small_agent(4, 2, norm_adv=True)
+        agent, args = small_agent(4, 2, norm_adv="minibatch")
         obs = torch.randn(2048, 4)
         with torch.no_grad():
-            actions, old_log_probs, _, _ = agent.get_action_and_value(obs)
-            old_mean, old_log_std = agent.actor_mean(obs), agent.actor_log_std.clone()
-        old = torch.distributions.Normal(old_mean, old_log_std.exp())
+            actions = agent.policy(obs).sample()
+            old_log_probs = agent.policy(obs).log_prob(actions)
+            old = torch.distributions.Normal(agent.actor_mean(obs), agent.actor_log_std.exp())
         # The best action is a function of the observation; the further from it, the worse.
         advantages = -(actions - torch.sin(obs[:, :2])).square().sum(-1)
         zeros = torch.zeros(2048)
+        batch = ppo.Batch(obs, actions, old_log_probs, zeros, advantages, zeros)
         optimizer = torch.optim.Adam(agent.parameters(), learning_rate, eps=1e-5)
         exact, fractions, largest = [], [], []
         for _ in range(60):
             for part in torch.randperm(2048).split(256):
-                batch: Any = [x[part] for x in (obs, actions, old_log_probs, zeros, advantages, zeros)]
-                loss, _ = ppo.ppo_loss(agent, *batch, args=args)  # type: ignore[misc]
+                loss, _ = ppo.ppo_loss(agent, args, ppo.Batch(*(x[part] for x in batch)))
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
             with torch.no_grad():
                 new = torch.distributions.Normal(agent.actor_mean(obs), agent.actor_log_std.exp())
                 exact.append(float(torch.distributions.kl_divergence(old, new).sum(-1).mean()))
-                log_probs = agent.get_action_and_value(obs, actions)[1]
-                _, metrics = ppo.ppo_loss(agent, obs, actions, old_log_probs, zeros, advantages, zeros, args)
+                log_probs = agent.policy(obs).log_prob(actions)
+                _, metrics = ppo.ppo_loss(agent, args, batch)
                 fractions.append(float(metrics["clip_fraction"]))
                 largest.append(float((log_probs - old_log_probs).exp().max()))
         axes[0].plot(range(1, 61), exact, color=color, label=f"learning rate {learning_rate:g}")
@@ -225,9 +228,11 @@ def kl() -> Numbers:
         last_layer: Any = agent.actor_mean[-1]
         for _ in range(2000):
             last_layer.bias.zero_()
-            actions, old_log_probs, _, _ = agent.get_action_and_value(obs)
+            old = agent.policy(obs)
+            actions = old.sample()
             last_layer.bias.fill_(0.2)
-            _, metrics = ppo.ppo_loss(agent, obs, actions, old_log_probs, zeros, zeros, zeros, args)
+            batch = ppo.Batch(obs, actions, old.log_prob(actions), zeros, zeros, zeros)
+            _, metrics = ppo.ppo_loss(agent, args, batch)
             for name, values in estimates.items():
                 values.append(float(metrics[name]))
     k1, k3 = (np.array(values) for values in estimates.values())
@@ -246,8 +251,8 @@ def kl() -> Numbers:
 # ---- parallel.md ----------------------------------------------------------------------------------------------------
 
 
-def short_run(folder: str, **args: Any) -> tuple[ppo.Args, dict[str, np.ndarray], dict[str, Any]]:
-    """Train briefly without evaluations on the way; returns the arguments, progress.csv and the last checkpoint."""
+def short_run(folder: str, **args: Any) -> tuple[ppo.Args, dict[str, Any]]:
+    """Train briefly without evaluations on the way; returns the arguments and the last checkpoint."""
     values: dict[str, Any] = {
         "logdir": f"{folder}/run", "eval_every": 0, "eval_episodes": 1, "save_every": 0, "compile": False,
         "num_minibatches": 8,
@@ -255,28 +260,26 @@ def short_run(folder: str, **args: Any) -> tuple[ppo.Args, dict[str, np.ndarray]
     settings = ppo.Args(**values | args)
     with contextlib.redirect_stdout(io.StringIO()):
         ppo.train(settings)
-    logdir = Path(folder) / "run"
-    return settings, ppo.read_csv(logdir / "progress.csv"), ppo.load_checkpoint(logdir / "latest.pt")
+    return settings, ppo.load(Path(folder) / "run" / "latest.pt")
 
 
 def long_rollout(num_envs: int, num_steps: int) -> tuple[ppo.Agent, ppo.Args, dict[str, torch.Tensor]]:
     """What a HalfCheetah agent of 20 updates does in `num_steps` steps of `num_envs` environments, all frozen."""
     with tempfile.TemporaryDirectory() as folder:
-        args, _, checkpoint = short_run(folder, norm_reward=False, total_timesteps=20 * 2048)
-    vec_env: Any = ppo.make_envs(replace(args, num_envs=num_envs))
-    vec_env.set_own_state(ppo.to_arrays(checkpoint["observation_statistics"]))
-    vec_env.training = False
+        args, checkpoint = short_run(folder, norm_reward=False, total_timesteps=20 * 2048)
+    vec_env: Any = ppo.make_envs(args, num_envs, RunningMeanStd())  # statistics stand still
     agent = ppo.Agent(vec_env, args)
-    agent.load_state_dict(checkpoint["agent"])
+    ppo.load_policy(checkpoint, agent, vec_env.statistics)
     torch.manual_seed(0)
     rows: dict[str, list[Any]] = {name: [] for name in ("obs", "actions", "log_probs", "values", "rewards")}
     obs, _ = vec_env.reset(seed=0)
     with torch.no_grad():
         for _ in range(num_steps):
             obs = torch.as_tensor(obs)
-            actions, log_probs, _, values = agent.get_action_and_value(obs)
+            policy, values = agent(obs)
+            actions = policy.sample()
             next_obs, rewards, _, _, _ = vec_env.step(actions.clamp(-1, 1).numpy())
-            row = (obs, actions, log_probs, values, torch.as_tensor(rewards, dtype=torch.float32))
+            row = (obs, actions, policy.log_prob(actions), values, torch.as_tensor(rewards, dtype=torch.float32))
             for column, x in zip(rows.values(), row, strict=True):
                 column.append(x)
             obs = next_obs
@@ -296,7 +299,7 @@ def variance_of_groups(
     ]  # each a rollout of one environment
     order = np.random.default_rng(0).permutation(len(stretches))
     no = torch.zeros((num_steps, num_envs), dtype=torch.bool)
-    actor = agent.parameter_groups(replace(args, optimizer="separate"))[0]
+    actor = [weight for name, weight in agent.named_parameters() if not name.startswith("critic")]
     gradients = []
     for group in order[: len(order) // num_envs * num_envs].reshape(-1, num_envs):
         chosen = [stretches[i] for i in group]
@@ -309,8 +312,7 @@ def variance_of_groups(
             rewards, values, rows("values", extra=1), no, no, args.gamma, args.gae_lambda
         )
         columns = (rows("obs"), rows("actions"), rows("log_probs"), values, advantages, returns)
-        batch: Any = [x.flatten(0, 1) for x in columns]
-        loss, _ = ppo.ppo_loss(agent, *batch, args=args)  # type: ignore[misc]
+        loss, _ = ppo.ppo_loss(agent, args, ppo.Batch(*(x.flatten(0, 1) for x in columns)))
         gradients.append(torch.cat([g.reshape(-1) for g in torch.autograd.grad(loss, actor)]))
     stacked = torch.stack(gradients)
     return float(stacked.var(0).sum()), float(stacked.mean(0).square().sum())
@@ -319,7 +321,7 @@ def variance_of_groups(
 def num_envs() -> Numbers:
     """Gradient noise against the number of environments; and the same number of transitions, from many or from few."""
     agent, args, rollout = long_rollout(num_envs=96, num_steps=960)
-    args = replace(args, vf_coef=0.0, norm_adv=False)
+    args = replace(args, vf_coef=0.0, norm_adv="none")
     figure, axes = canvas(2)
     counts = [1, 2, 4, 8, 16, 32]
     numbers = {}
@@ -386,7 +388,28 @@ def time_limits() -> Numbers:
     return numbers
 
 
-FIGURES = (clip, reinforce, gae_lambda, epochs, kl, num_envs, time_limits)
+# ---- README.md ------------------------------------------------------------------------------------------------------
+
+
+def learning() -> Numbers:
+    """Evaluation return on two robots, ours and SB3's: mean and one standard deviation over seeds."""
+    tasks = json.loads((FOLDER.parents[1] / "results" / "mujoco_learning_1000k.json").read_text())["tasks"]
+    figure, axes = canvas(2, width=3.6)
+    for axis, task in zip(axes, ("HalfCheetah-v5", "Walker2d-v5"), strict=True):
+        for key, name, color in (("seeds", "ours", BLUE), ("sb3_seeds", "SB3, its Zoo's settings", RED)):
+            runs = [run["evaluations"] for run in tasks[task][key].values()]
+            steps = np.mean([run["global_step"] for run in runs], axis=0) / 1e6
+            returns = np.array([run["mean_return"] for run in runs])
+            mean, spread = returns.mean(0), returns.std(0, ddof=1)
+            axis.plot(steps, mean, color=color, lw=2, label=f"{name}, {len(runs)} seeds")
+            axis.fill_between(steps, mean - spread, mean + spread, color=color, alpha=0.2, lw=0)
+        axis.set(title=task, xlabel="million environment steps", ylabel="evaluation return", ylim=(0, None))
+    axes[0].legend(fontsize=9, loc="lower right")
+    save(figure, "learning")
+    return {}
+
+
+FIGURES = (clip, reinforce, gae_lambda, epochs, kl, num_envs, time_limits, learning)
 
 
 def main() -> None:

@@ -1,26 +1,197 @@
-"""docs/copying.md: the change that makes a script for CartPole out of the one for robots applies, and learns."""
+"""docs/copying.md: each of its changes applies to a copy of the MuJoCo script, is as short as the page says, and works.
+
+After a change of the script that moves a place: apply the old diff by hand to a copy, then `diff -U1` of the two.
+"""
 
 from __future__ import annotations
 
+import csv
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
+import torch
 
 from tests.conftest import ROOT, load_script
 
+PAGE = ROOT / "docs" / "copying.md"
+DIFFS = sorted((ROOT / "docs" / "copies").glob("*.diff"))
+TINY: dict[str, Any] = {
+    "env_id": "Reacher-v5", "num_envs": 4, "num_steps": 32, "num_minibatches": 4, "update_epochs": 2, "num_workers": 1,
+    "total_timesteps": 512, "eval_every": 0, "eval_episodes": 2, "save_every": 0, "reset_steps": 10, "compile": False,
+    "hidden_sizes": (8, 8),
+}  # fmt: skip
+
+
+class Ones(gym.Env[Any, Any]):
+    """A reward of 1 in each step; it observes a Dict of two vectors, or the first of them."""
+
+    action_space = gym.spaces.Box(-1.0, 1.0, (1,), np.float32)
+
+    def __init__(self, is_dict: bool = False) -> None:
+        box = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
+        self.observation_space = gym.spaces.Dict({"a": box, "b": box}) if is_dict else box
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self.observation_space.seed(seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self.observation_space.sample(), 1.0, False, False, {}
+
+
+gym.register("Ones-v0", Ones, max_episode_steps=10)
+gym.register("DictOnes-v0", Ones, max_episode_steps=10, kwargs={"is_dict": True})
+
+
+def copy_with(recipe: str, folder: Path) -> ModuleType:
+    """A copy of the script in `folder`, changed by docs/copies/{recipe}.diff, as a module."""
+    shutil.copyfile(ROOT / "ppo_continuous_mujoco.py", folder / "copy.py")
+    subprocess.run(["git", "apply", ROOT / "docs" / "copies" / f"{recipe}.diff"], cwd=folder, check=True)
+    return load_script((folder / "copy.py").rename(folder / f"copy_{recipe}.py"))
+
+
+def train(script: ModuleType, logdir: Path, **values: Any) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """A tiny run: what it returns, and the rows of its progress.csv."""
+    result = script.train(script.Args(**TINY | {"logdir": str(logdir)} | values))
+    with open(logdir / "progress.csv") as file:
+        return result, [{name: float(x) for name, x in row.items()} for row in csv.DictReader(file)]
+
+
+def assert_resumes(script: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch, **values: Any) -> None:
+    """A run that ends right after its second checkpoint, and is resumed, is the unbroken one to the last bit."""
+    values = {"save_every": 128} | values
+    train(script, folder / "unbroken", **values)
+    original, saved = script.save, []
+
+    def save_and_die(path: Path, state: dict[str, Any]) -> None:
+        original(path, state)
+        saved.append(path)
+        if len(saved) == 2:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(script, "save", save_and_die)
+        with pytest.raises(KeyboardInterrupt):
+            train(script, folder / "broken", **values)
+    train(script, folder / "broken", resume=True, **values)
+    one, other = (torch.load(folder / name / "latest.pt", weights_only=True) for name in ("unbroken", "broken"))
+    assert one["run"]["global_step"] == other["run"]["global_step"] == 512
+    for name, tensor in one["agent"].items():
+        assert torch.equal(tensor, other["agent"][name]), name
+    assert str(one["adam"]) == str(other["adam"])
+
+
+def test_every_diff_is_on_the_page_and_short() -> None:
+    page = PAGE.read_text()
+    for path in DIFFS:
+        lines = path.read_text().splitlines()
+        changed = [line for line in lines if line.startswith(("+", "-")) and not line.startswith(("+++", "---"))]
+        assert sum(line.startswith("+") for line in changed) <= (35 if path.stem == "cartpole" else 15), path
+        assert f"(copies/{path.name})" in page, path
+        assert "\n".join(changed) in page or path.stem == "observation_wrapper", f"{path} is not shown as it is"
+
+
+@pytest.mark.parametrize("recipe", ["network", "kl_penalty", "adamw", "muon", "auxiliary_loss"])
+def test_a_change_of_network_loss_or_step_trains_plays_and_resumes_exactly(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = copy_with(recipe, tmp_path)
+    assert_resumes(script, tmp_path, monkeypatch)
+    assert len(script.play(script.PlayArgs(logdir=str(tmp_path / "broken")))) == 1
+    assert script.FORMAT == load_script(ROOT / "ppo_continuous_mujoco.py").FORMAT
+
+
+def test_the_standard_deviation_depends_on_the_state(tmp_path: Path) -> None:
+    script = copy_with("network", tmp_path)
+    space = gym.spaces.Box(-1, 1, (3,), np.float32)
+    envs = gym.vector.VectorEnv()
+    envs.single_observation_space = envs.single_action_space = space  # type: ignore[assignment]
+    policy = script.Agent(envs, script.Args()).policy(torch.randn(5, 3))
+    assert policy.stddev[:, 0].unique().numel() == 5
+    assert policy.log_prob(policy.sample()).shape == policy.entropy().shape == (5,)
+
+
+def test_the_kl_penalty_is_logged_and_holds_the_policy_back(tmp_path: Path) -> None:
+    script = copy_with("kl_penalty", tmp_path)
+    plain = load_script(ROOT / "ppo_continuous_mujoco.py")
+    strong = {"learning_rate": 1e-2, "update_epochs": 8, "clip_coef": 10.0}
+    with_penalty, without = (
+        train(x, tmp_path / name, **strong)[1] for x, name in ((script, "with"), (plain, "without"))
+    )
+    assert all(row["train/exact_kl"] >= 0 for row in with_penalty)
+    assert sum(x["train/approx_kl"] for x in with_penalty) < 0.7 * sum(x["train/approx_kl"] for x in without)
+
+
+def test_an_optimiser_of_torch_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = copy_with("torch_optim", tmp_path)
+    assert_resumes(script, tmp_path, monkeypatch)
+    saved = torch.load(tmp_path / "broken" / "latest.pt", weights_only=True)["adam"]
+    assert float(saved["state"][0]["step"]) == 4 * 2 * 4  # updates, epochs, minibatches
+
+
+def test_a_reward_wrapper_acts_in_training_and_in_evaluation(tmp_path: Path) -> None:
+    script = copy_with("reward_wrapper", tmp_path)
+    plain = load_script(ROOT / "ppo_continuous_mujoco.py")
+    for name, module, expected in (("plain", plain, 10.0), ("wrapped", script, 1.0)):
+        result, rows = train(module, tmp_path / name, env_id="Ones-v0", reset_steps=None)
+        logged = [row["rollout/episodic_return"] for row in rows]
+        assert logged == pytest.approx([expected] * len(rows))
+        assert result["mean_return"] == pytest.approx(expected)
+        assert module.play(module.PlayArgs(logdir=result["logdir"])) == pytest.approx([expected])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "env_id", "inputs"), [("observation_wrapper", "Reacher-v5", 11), ("dict_observation", "DictOnes-v0", 4)]
+)
+def test_an_observation_wrapper_acts_in_training_and_in_evaluation(
+    recipe: str, env_id: str, inputs: int, tmp_path: Path
+) -> None:
+    script = copy_with(recipe, tmp_path)
+    result, _ = train(script, tmp_path / "run", env_id=env_id)
+    checkpoint = torch.load(tmp_path / "run" / "latest.pt", weights_only=True)
+    assert checkpoint["agent"]["actor_mean.0.weight"].shape[1] == inputs
+    assert len(checkpoint["statistics"]["mean"]) == inputs
+    assert np.isfinite(result["mean_return"])
+    script.play(script.PlayArgs(logdir=result["logdir"]))
+
+
+def test_a_sweep_from_python(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The program of the page, shortened; and both of its runs are those that they would have been alone."""
+    (program,) = re.findall(r"```python\n(from ppo_cont.*?)```", PAGE.read_text(), re.DOTALL)
+    program = program.replace('"ant", ', '"ant", **tiny, ')
+    monkeypatch.chdir(tmp_path)
+    exec(compile(program, "sweep", "exec"), {"tiny": TINY})
+    printed = [float(x) for x in re.findall(r"^0\.\d+ (-?[\d.]+)$", capsys.readouterr().out, re.MULTILINE)]
+    script = load_script(ROOT / "ppo_continuous_mujoco.py")
+    alone = script.train(script.preset("ant", **TINY | {"learning_rate": 3e-4, "logdir": str(tmp_path / "alone")}))
+    assert len(printed) == 2
+    assert printed[1] == pytest.approx(alone["mean_return"], abs=0.01)
+
 
 def test_the_copy_for_discrete_actions_learns_to_balance(tmp_path: Path) -> None:
-    """After a change of the script, make docs/cartpole.diff anew: apply it by hand, then `diff -U1` of the two."""
-    copy = tmp_path / "cartpole.py"
-    shutil.copyfile(ROOT / "ppo_continuous_mujoco.py", copy)
-    subprocess.run(["git", "apply", ROOT / "docs" / "cartpole.diff"], cwd=tmp_path, check=True)
-    script = load_script(copy)
-    settings = {"total_timesteps": 20_480, "eval_every": 0, "vec_env": "sync", "compile": False}
-    with pytest.warns(UserWarning, match="cannot be saved"):
-        result = script.train(script.Args(logdir=str(tmp_path / "run"), **settings))
+    script = copy_with("cartpole", tmp_path)
+    run = str(tmp_path / "run")
+    result = script.train(script.Args(logdir=run, total_timesteps=20_480, eval_every=0, compile=False))
     assert result["mean_return"] > 400
-    played = script.play(script.PlayArgs(logdir=result["logdir"], episodes=2))
-    assert played["mean_return"] > 400
+    assert min(script.play(script.PlayArgs(logdir=run, episodes=2, stochastic=True))) > 100
     assert script.main(["--env-id", "HalfCheetah-v5", "--logdir", str(tmp_path / "other")]) == 2
+
+
+def test_an_environment_with_its_own_state_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (program,) = re.findall(r'```python\n("""my_point.py.*?)```', PAGE.read_text(), re.DOTALL)
+    (tmp_path / "my_point.py").write_text(program)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_point", raising=False)
+    script = load_script(ROOT / "ppo_continuous_mujoco.py")
+    assert_resumes(script, tmp_path, monkeypatch, env_id="my_point:Point-v0", reset_steps=None)

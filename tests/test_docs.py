@@ -5,23 +5,22 @@ of trained runs with results/*.json. Other numbers are not compared."""
 from __future__ import annotations
 
 import ast
+import csv
 import json
 import math
 import re
 import shlex
+import statistics
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed.run
 
-from benchmarks.arguments import args_of_command
 from docs import exercises, figures
 from docs import reinforce as corridor
 from tests.conftest import ROOT, load_script, make_sample
@@ -108,7 +107,8 @@ def anchors(page: Path) -> set[str]:
 
 @pages
 def test_every_link_of_a_page_leads_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+    text = re.sub(r"^```.*?^```", "", page.read_text(), flags=re.MULTILINE | re.DOTALL)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
         if not target.startswith("http"):
             path, _, anchor = target.partition("#")
             file = (page.parent / path).resolve() if path else page
@@ -177,14 +177,19 @@ def test_every_detail_is_used_or_says_why_not() -> None:
 
 
 PROGRAMS = "python|pytest|make|torchrun|cp|diff|pip|tensorboard"
-COPIES = {"my_idea.py", "my_copy.py", "cartpole.py"}  # of the first script, as the pages call them
+COPIES = {"my_copy.py", "my_idea.py", "copy.py"}  # of the first script, as the pages call them
 
 
 def commands(page: Path) -> list[list[str]]:
-    """The commands of a page: lines of its bash blocks, and code in the text that begins like one. What stands after
-    a `--` is a command of its own (benchmarks.seeds)."""
+    """The commands of a page: lines of its bash blocks, what follows a $ in its text blocks, and code in the text that
+    begins like one. What stands after a `--` is a command of its own (benchmarks.learning)."""
     text = page.read_text().replace("\\\n", " ")
     lines = [line for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) for line in block.splitlines()]
+    lines += [
+        line
+        for block in re.findall(r"```text\n(.*?)```", text, re.DOTALL)
+        for line in re.findall(r"^\$ (.*)$", block, re.M)
+    ]
     lines += re.findall(rf"`((?:\.venv/bin/)?(?:{PROGRAMS}) [^`\n]+)`", text)
     found = []
     for line in lines:
@@ -239,13 +244,12 @@ def test_every_command_of_a_page_can_be_typed(page: Path) -> None:
 
 def test_the_program_that_plays_a_checkpoint_scores_as_play_does(tmp_path: Path) -> None:
     continuous = load_script(ROOT / "ppo_continuous_mujoco.py")
-    args = continuous.parse_args(["--configs", "debug", "--total-timesteps", "512", "--logdir", str(tmp_path / "run")])
-    continuous.train(args)
+    continuous.train(continuous.preset("debug", total_timesteps=512, logdir=str(tmp_path / "run")))
     (program,) = re.findall(r"```python\n(.*?)```", (DOCS / "mujoco.md").read_text(), re.DOTALL)
     command = [sys.executable, "-c", program.replace("runs/my_run", str(tmp_path / "run"))]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    played = continuous.play(continuous.PlayArgs(logdir=str(tmp_path / "run"), episodes=1))
-    assert done.stdout == f"return {played['mean_return']:.1f}\n", done.stderr
+    (played,) = continuous.play(continuous.PlayArgs(logdir=str(tmp_path / "run")))
+    assert done.stdout == f"return {played:.1f}\n", done.stderr
 
 
 def test_every_benchmark_is_listed_and_make_bench_runs_those_with_a_quick_form() -> None:
@@ -263,8 +267,8 @@ def test_every_benchmark_is_listed_and_make_bench_runs_those_with_a_quick_form()
 
 def pages_of(figure: str) -> list[str]:
     """The texts that show a figure."""
-    texts = (page.read_text() for page in PAGES)
-    return [text for text in texts if f"(figures/{figure}.png)" in text]
+    texts = (page.read_text() for page in [*PAGES, README])
+    return [text for text in texts if re.search(rf"\((?:docs/)?figures/{figure}\.png\)", text)]
 
 
 @pytest.mark.parametrize("figure", [figure.__name__ for figure in figures.FIGURES])
@@ -280,22 +284,25 @@ def test_every_figure_is_shown_with_its_command_and_its_numbers(figure: str) -> 
 def test_every_picture_has_a_command() -> None:
     names = {figure.__name__ for figure in figures.FIGURES}
     assert {path.stem for path in (DOCS / "figures").glob("*.png")} == names
-    for page in PAGES:
-        shown = set(re.findall(r"\(figures/(\w+)\.png\)", page.read_text()))
+    for page in [*PAGES, README]:
+        shown = set(re.findall(r"\((?:docs/)?figures/(\w+)\.png\)", page.read_text()))
         assert shown <= names, (page.name, shown - names)
 
 
-NUMBER_WORDS = ["no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-
-
 def assert_printed(values: list[float], text: str) -> None:
-    """The numbers of "6,340, -3.80 (two seeds)" are the values, rounded, and there are as many as it says."""
+    """The numbers of "6,340, -3.80" are the values, rounded, and there are as many."""
     printed = re.findall(r"-?\d{1,3}(?:,\d{3})*(?:\.\d+)?", text.partition(" (")[0])
     assert len(printed) == len(values), text
     decimals = [len(number.partition(".")[2]) for number in printed]
     assert [f"{value:,.{k}f}" for value, k in zip(values, decimals, strict=True)] == printed
-    counted = re.search(r"\((\w+) seeds?\b", text)
-    assert counted is None or counted[1] == NUMBER_WORDS[len(values)], text
+
+
+def assert_summarised(values: list[float], text: str) -> None:
+    """The numbers of "5,825 ± 1,126 (5 seeds)" are mean, standard deviation and number of the values."""
+    printed = re.match(r"(\S+) ± (\S+) (?:% )?\((\d+) seeds\)", text)
+    assert printed is not None, text
+    assert_printed([statistics.mean(values), statistics.stdev(values)], f"{printed[1]}, {printed[2]}")
+    assert int(printed[3]) == len(values), text
 
 
 def row_with(page: Path, label: str) -> list[str]:
@@ -304,64 +311,66 @@ def row_with(page: Path, label: str) -> list[str]:
     return rows[-1].split(" | ")
 
 
-def final_returns(tasks: dict[str, Any]) -> dict[str, list[float]]:
-    return {task: [run["evaluations"]["mean_return"][-1] for run in result["seeds"].values()]
+def final_returns(name: str, kind: str = "seeds") -> dict[str, list[float]]:
+    """The last evaluation of each seed of each task."""
+    tasks = json.loads((ROOT / "results" / f"mujoco_learning_{name}.json").read_text())["tasks"]
+    return {task: [run["evaluations"]["mean_return"][-1] for run in result.get(kind, {}).values()]
             for task, result in tasks.items()}  # fmt: skip
 
 
-def test_returns_on_mujoco_are_those_measured(continuous: ModuleType) -> None:
-    """Each seed, the mean and SB3's, in README.md and in the tables of docs/mujoco.md for 1 M and 3 M steps; and the
-    commands that stand beside them still train what was measured."""
-    tasks = json.loads((ROOT / "results" / "mujoco_learning_1000k.json").read_text())["tasks"]
-    final = final_returns(tasks)
+def test_returns_on_mujoco_are_those_measured() -> None:
+    """Mean and deviation, and SB3's mean, in README.md; each seed in the tables of docs/mujoco_tried.md."""
+    final, sb3 = final_returns("1000k"), final_returns("1000k", "sb3_seeds")
     in_readme = re.findall(r"^\| (\w+-v5)\b", README.read_text(), re.MULTILINE)
     assert in_readme
     for task in in_readme:
-        each, mean, sb3 = row_with(README, task)[:3]
-        assert_printed(final[task], each)
-        assert_printed([sum(final[task]) / len(final[task])], mean)
-        assert_printed([run["evaluations"]["mean_return"][-1] for run in tasks[task]["sb3_seeds"].values()], sb3)
-    longer_tasks = json.loads((ROOT / "results" / "mujoco_learning_3000k.json").read_text())["tasks"]
-    for result in (*tasks.values(), *longer_tasks.values()):
-        today = args_of_command(continuous, result["command"].split()[1:])
-        assert all(today.get(name, value) == value for name, value in result["args"].items()), result["command"]
-    longer = final_returns(longer_tasks)
-    labels = {task.removesuffix("-v5"): returns for task, returns in final.items()}
-    tables = (DOCS / "mujoco.md").read_text().partition("\n## Results\n")[2].partition("results/")[0]
-    assert set(re.findall(r"^\| (\w+(?:-v5)?) \|", tables, re.MULTILINE)) - {"task"} == labels.keys() | longer.keys()
-    for label, returns in (labels | longer).items():
-        mean, each = row_with(DOCS / "mujoco.md", label)[:2]
-        assert_printed([sum(returns) / len(returns)], mean)
+        ours, others = row_with(README, task)[:2]
+        assert_summarised(final[task], ours)
+        quoted = re.search(r"(\S+) \(SB3 here\)", others)
+        assert quoted is None or quoted[1] == f"{statistics.mean(sb3[task]):,.0f}", task
+    tables = (DOCS / "mujoco_tried.md").read_text().partition("\n## Results\n")[2].partition("results/")[0]
+    labels = {task.removesuffix("-v5"): returns for task, returns in final.items()} | final_returns("3000k")
+    assert set(re.findall(r"^\| (\w+(?:-v5)?) \|", tables, re.MULTILINE)) - {"task"} == labels.keys()
+    for label, returns in labels.items():
+        mean, each = row_with(DOCS / "mujoco_tried.md", label)[:2]
+        assert_printed([statistics.mean(returns)], mean)
         assert_printed(returns, each)
 
 
-@pytest.mark.parametrize(("label", "version"), [("CAGE2, leaderboard rules", "leaderboard"),
-                                                ("CAGE2 on today's rules", "head")])  # fmt: skip
-def test_scores_on_cage2_are_those_measured(label: str, version: str) -> None:
+def test_scores_on_cage2_and_flags_on_mario_are_those_measured() -> None:
     runs = json.loads((ROOT / "results" / "cage2_learning.json").read_text())["runs"]
-    scores = [run["evaluation"]["score"] for name, run in runs.items() if name.startswith(version)]
-    assert_printed(scores, row_with(README, label)[0])
-
-
-def test_flags_reached_on_mario_are_those_measured() -> None:
-    """Every "94, 86 % deterministic, 88, 77 % sampled" of README.md is of the seeds of one group, or of the stages of
-    one run, and today's defaults are there."""
+    scores = [run["evaluation"]["score"] for name, run in runs.items() if name.startswith("leaderboard")]
+    assert_summarised(scores, row_with(README, "CAGE 2, leaderboard rules")[0])
     groups = json.loads((ROOT / "results" / "mario_learning.json").read_text())["groups"]
-    modes = ("deterministic", "sampled")
 
-    def percentages(rates: Iterable[float]) -> str:
-        return ", ".join(f"{100 * rate:.0f}" for rate in rates)
+    def flags(name: str) -> list[float]:
+        return [100 * run["final"]["deterministic"]["success_rate"] for run in groups[name]["seeds"].values()]
 
-    measured = {}
-    for name, group in groups.items():
-        finals = [run["final"] for run in group["seeds"].values()]
-        measured[name] = tuple(percentages(final[mode]["success_rate"] for final in finals) for mode in modes)
-        if "," in name:  # several stages
-            stages = tuple(percentages(finals[0][mode]["stages"].values()) for mode in modes)
-            measured[f"{name} by stage"] = stages
-    printed = re.findall(r"(\d[\d, ]*) % deterministic, (\d[\d, ]*) % sampled", README.read_text())
-    assert set(printed) <= set(measured.values()), measured
-    assert measured["Mario-1-1 fceumm default"] in printed, measured
+    assert_summarised(flags("Mario-1-1 fceumm default"), row_with(README, "Mario 1-1")[0])
+    assert (
+        row_with(README, "Mario, one network")[0] == f"{flags('Mario-1-1,1-4,3-2,4-1 fceumm longer')[0]:.0f} % (1 seed)"
+    )
+
+
+def test_speeds_of_whole_loops_are_those_measured() -> None:
+    """Each number of the table of README.md is a median of results/*_loop.json."""
+    rows = [row for name in ("mujoco", "mario", "cage2")
+            for row in json.loads((ROOT / "results" / f"{name}_loop.json").read_text())["rows"]]  # fmt: skip
+    medians = {f"{statistics.median(row['rounds']):,.0f}" for row in rows if row.get("rounds")}
+    table = README.read_text().partition("| loop |")[2].partition("\n## ")[0]
+    printed = {number for row in re.findall(r"^\| [^|]*\|(.*)$", table, re.MULTILINE)
+               for number in re.findall(r"\d[\d,]*\d", row)}  # fmt: skip
+    assert printed
+    assert printed <= medians
+
+
+def test_readme_is_short_and_knows_how_long_the_scripts_are() -> None:
+    text = README.read_text()
+    assert len(text.splitlines()) <= 110
+    assert len(text.split()) <= 1200
+    for script in SCRIPTS:
+        (lines,) = re.findall(rf"^\| \[`{script}`\].*\| (\d+) \|$", text, re.MULTILINE)
+        assert int(lines) == pytest.approx(len((ROOT / script).read_text().splitlines()), rel=0.05)
 
 
 def test_gradient_variances_are_those_printed() -> None:
@@ -420,9 +429,10 @@ def test_the_choice_that_a_time_limit_turns_round(script: ModuleType) -> None:
 
 def test_the_policy_loss_of_a_run_whose_return_rose() -> None:
     """metrics.md: no measure of progress."""
-    run = load_script(ROOT / "ppo_atari_mario.py").read_csv(ROOT / "results" / "mario_1-1_without_buttons_progress.csv")
-    loss, episodic_return = ([float(np.nanmean(part)) for part in np.array_split(run[name], 10)]
-                             for name in ("train/policy_loss", "rollout/episodic_return"))  # fmt: skip
+    with open(ROOT / "results" / "mario_1-1_without_buttons_progress.csv") as file:
+        rows = list(csv.DictReader(file))
+    columns = ([float(row[name] or "nan") for row in rows] for name in ("train/policy_loss", "rollout/episodic_return"))
+    loss, episodic_return = ([float(np.nanmean(part)) for part in np.array_split(x, 10)] for x in columns)
     assert [round(loss[i], 4) for i in (0, 5, 9)] == [-0.0009, -0.0040, -0.0025]
     assert [round(episodic_return[i]) for i in (0, 9)] == [68, 293]
 
@@ -434,7 +444,7 @@ def test_small_numbers_of_the_pages() -> None:
 
     assert "*negative* for $\\sigma$ below 0.242," in ppo
     samples = [make_sample(continuous, log_std_init=math.log(sigma)) for sigma in (0.2415, 0.2425)]
-    negative, positive = (float(x.agent.get_action_and_value(x.obs, x.actions)[2].mean().detach()) for x in samples)
+    negative, positive = (float(x.agent.policy(x.obs).entropy().mean().detach()) for x in samples)
     assert negative < 0 < positive
 
     assert "residual has halved after 12 steps and falls below 1 % after 76." in parallel
@@ -443,7 +453,7 @@ def test_small_numbers_of_the_pages() -> None:
     assert [int((weights > bound).sum()) for bound in (0.5, 0.01)] == [12, 76]
 
     assert "ln 36 = 3.58 for CAGE 2's reduced actions" in metrics
-    actions = cage2.make_envs(cage2.Args(num_envs=1)).single_action_space.n
+    actions = cage2.make_envs(cage2.Args(), 1).single_action_space.n
     assert (actions, round(math.log(actions), 2)) == (36, 3.58)
 
 
@@ -468,6 +478,3 @@ def test_a_description_does_not_give_the_bug_away() -> None:
         assert name not in text
         assert bug.old not in text
         assert bug.new == "pass" or bug.new not in text
-
-
-# ---- metrics --------------------------------------------------------------------------------------------------------
