@@ -281,7 +281,8 @@ class WorkerPool:
             for worker in workers:
                 if worker.pending and self._poll and poll(worker.done):
                     self._take_reply(worker, name)
-            self._wait_for_the_rest(name, workers, timeout)
+            if any(worker.pending for worker in workers):
+                self._wait_for_the_rest(name, workers, timeout)
             self._raise_errors(name, workers)
             return [(n, pickle.loads(result)) for worker in workers for n, result in worker.results]
         except (WorkerError, multiprocessing.TimeoutError):
