@@ -93,10 +93,8 @@ def machine_line(info: dict[str, Any]) -> str:
 
 # ---- the command line -----------------------------------------------------------------------------------------------
 def parser_of(doc: str | None) -> argparse.ArgumentParser:
-    """A parser with the module's docstring as help, and --quick."""
-    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a trial of seconds to minutes, into runs/bench")
-    return parser
+    """A parser with the module's docstring as help."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def at_least_one(text: str) -> int:

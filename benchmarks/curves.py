@@ -10,7 +10,6 @@ deviation over seeds; a single run is a line. Minutes are those of collecting an
 
 from __future__ import annotations
 
-import argparse
 import json
 import re
 import sys
@@ -21,7 +20,7 @@ from typing import Any
 import matplotlib.figure
 import numpy as np
 
-from benchmarks.common import read_csv
+from benchmarks.common import parser_of, read_csv
 
 Curve = dict[str, np.ndarray]  # "steps", "minutes", "y": (points,) each
 PER_RUN = {"seed", "logdir", "resume", "num_workers", "torch_threads"}  # arguments that make no other setting
@@ -84,7 +83,7 @@ def draw(
             if not curves:
                 continue
             where, mean, deviation = together(curves, key)
-            axis.plot(where, mean, color=f"C{i % 10}", lw=1.6, label=label)
+            axis.plot(where, mean, ".-" if len(where) == 1 else "-", color=f"C{i % 10}", lw=1.6, label=label)
             if len(curves) > 1:
                 axis.fill_between(where, mean - deviation, mean + deviation, color=f"C{i % 10}", alpha=0.2, lw=0)
         if lines and title in lines:
@@ -105,7 +104,7 @@ def settings_of(folders: Sequence[Path]) -> dict[str, list[Path]]:
     if that is much, the folder's, without the seed."""
     everything = []
     for folder in folders:
-        name = re.sub(r"[-_/]*(seed)?[-_]*\d+$", "", "/".join(folder.parts[-2:])).rpartition("/")[2]
+        name = re.sub(r"[-_/]+(seed)?[-_]*\d+$", "", "/".join(folder.parts[-2:])).rpartition("/")[2]
         config = folder / "config.json"
         args: dict[str, Any] = json.loads(config.read_text())["args"] if config.exists() else {"folder": name}
         everything.append((name, {key: value for key, value in args.items() if key not in PER_RUN}))
@@ -122,7 +121,7 @@ def settings_of(folders: Sequence[Path]) -> dict[str, list[Path]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     parser.add_argument("--label", nargs="+", metavar="NAME", help="a name for each setting, in order")
     parser.add_argument("-y", default="eval/mean_return", metavar="COLUMN", help="column of progress.csv")

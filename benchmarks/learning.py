@@ -137,8 +137,13 @@ SUITES: dict[str, Suite] = {
         "actions at random -3.99. Value losses have the unit of each variant's own reward, squared: do not compare "
         "them."),
 }  # fmt: skip
-QUICK = {"mujoco": "--configs debug", "mario": "--configs debug --env-id Mario-1-1", "continuing": "--no-compile",
-         "cage2": "--configs debug", "": ""}  # fmt: skip
+QUICK = {  # added to the first setting's command
+    "mujoco": "--configs debug",
+    "mario": "--configs debug --env-id Mario-1-1",
+    "cage2": "--configs debug",
+    "continuing": "--no-compile --total-timesteps 4096",
+    "": "",
+}
 
 
 # ---- judging --------------------------------------------------------------------------------------------------------
@@ -378,6 +383,7 @@ def slug(text: str) -> str:
 def main(argv: list[str]) -> int:
     """Run the command line; returns the exit code: 0, 1 for a run that failed, 128 + n after signal n."""
     parser = parser_of(__doc__)
+    parser.add_argument("--quick", action="store_true", help="a trial of seconds of training, into runs/bench")
     parser.add_argument("names", nargs="*", metavar="suite", help=f"of {', '.join(SUITES)}")
     parser.add_argument("--name", default="runs", help="name of folder and page, for commands after --")
     parser.add_argument("--seeds", nargs="+", type=int, default=[11, 12, 13, 14, 15])
@@ -404,14 +410,14 @@ def main(argv: list[str]) -> int:
     for name, suite in suites.items():
         if options.metric:
             suite = replace(suite, metric=options.metric)
-        steps = options.steps or (1_000_000 if name == "mujoco" else None)
+        steps = options.steps or (1_000_000 if name == "mujoco" else 0)
         settings = {
             setting: command + f" --total-timesteps {steps}" * bool(steps and not options.quick)
             for setting, command in suite.settings.items()
             if (options.only or suite.default) in setting
             and (setting.rpartition(", ")[2] not in suite.also or setting.rpartition(", ")[2] in options.also)
         }
-        page = f"{options.name}_learning" if commands else f"{name}_learning"
+        page = name if name == "continuing" else f"{name or options.name}_learning"
         page += f"_{steps // 1000}k" if name == "mujoco" and not options.quick else ""
         folder, seeds = FOLDER / page, options.seeds
         if options.quick:

@@ -204,6 +204,7 @@ QUICK = {"ours", f"ours, {FIRST_BACKEND}", "CleanRL-style: sync", "SB3: dummy", 
 
 def main() -> None:
     parser = parser_of(__doc__)
+    parser.add_argument("--quick", action="store_true", help="one round of the first setting, into runs/bench")
     parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(BENCHMARKS)}; default: all")
     parser.add_argument("--only", default="", help="settings whose name contains this")
     parser.add_argument("--rounds", type=at_least_one, default=5)

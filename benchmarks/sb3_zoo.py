@@ -9,7 +9,6 @@ seeds, statistics of the observations frozen) and final.json, 100 fresh episodes
 
 from __future__ import annotations
 
-import argparse
 import json
 import time
 from pathlib import Path
@@ -17,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import ROOT, commit_of, cpu_model
+from benchmarks.common import ROOT, commit_of, cpu_model, parser_of
 
 # hyperparams/ppo.yml of rl-baselines3-zoo at 208b6fd. What it does not list is SB3's default, and so it is for Pusher
 # and for Ant, whose tuned values the Zoo has switched off. The Zoo tuned for older versions of the tasks.
@@ -135,7 +134,7 @@ def train(env_id: str, steps: int, seed: int, folder: Path, episodes: int = 100)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--env-id", choices=list(ZOO), required=True, metavar="ID")
     parser.add_argument("--total-timesteps", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=11)

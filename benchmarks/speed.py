@@ -48,6 +48,7 @@ def measure(checkout: Path, name: str) -> tuple[float, float]:
 
 def main() -> None:
     parser = parser_of(__doc__)
+    parser.add_argument("--quick", action="store_true", help="one round of the first setting, into runs/bench")
     parser.add_argument("--other", type=Path, default=ROOT, help="the other checkout; default: this one, to see noise")
     parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument("--only", nargs="+", choices=SETTINGS, metavar="SETTING", help=", ".join(SETTINGS))

@@ -263,7 +263,7 @@ def cage2(stack: ExitStack, task: str, seconds: float) -> Candidates:
         "25 Cage2Env in SubprocVecEnv": SubprocVecEnv([single] * 25, autoreset_mode=SAME_STEP),
         "25 CartPole in SyncVectorEnv": SyncVectorEnv([cart_pole] * 25, autoreset_mode=SAME_STEP),
     }  # fmt: skip
-    candidates = {}
+    candidates: Candidates = {}
     for name, env in envs.items():
         stack.callback(env.close)
         env.reset(seed=0)
@@ -402,6 +402,7 @@ BENCHMARKS: dict[str, tuple[str, Callable[..., Candidates], list[str], list[str]
 
 def main() -> None:
     parser = parser_of(__doc__)
+    parser.add_argument("--quick", action="store_true", help="a trial of a few short rounds, into runs/bench")
     parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(BENCHMARKS)}; default: all")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--seconds", type=positive_seconds, default=0.6, help="length of one measurement")
