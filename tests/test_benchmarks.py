@@ -256,7 +256,7 @@ def test_runs_are_cut_resumed_judged_and_not_repeated(tmp_path: Path, program: A
         from pathlib import Path
         from benchmarks import learning
         learning.FOLDER = Path({str(tmp_path / "runs")!r})
-        raise SystemExit(learning.main(["--name", "x", "--seeds", "1", "2", "--parallel", "2", "--", *{command.split()}]))
+        raise SystemExit(learning.main("--name x --seeds 1 2 --parallel 2 -- {command}".split()))
     """
     process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"DELAY": "30"})
     deadline = time.monotonic() + 60
