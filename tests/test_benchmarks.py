@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import common, curves, learning, loop, scaling, speed, stepping
+from benchmarks import cage2_workflows, common, curves, learning, loop, scaling, speed, stepping
 from tests.conftest import ROOT, load_script
 
 BENCHMARKS = re.findall(r"^BENCHMARKS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
@@ -175,6 +175,21 @@ def test_curves_are_drawn_and_mistakes_get_a_sentence(tmp_path: Path) -> None:
         "global_step, time/sps.\n"
     )
     assert draw("--label", "a").stderr == "error: There are 2 settings, but 1 names after --label.\n"
+
+
+# ---- CAGE2's workflows ----------------------------------------------------------------------------------------------
+def test_rules_replayed_in_the_stored_table_have_the_regrets_of_its_page() -> None:
+    stored = json.loads((ROOT / "results" / "cage2_workflows_b_line.json").read_text())["orders"]
+    truth, errors = (np.array([order[name] for order in stored]) for name in ("mean_return", "standard_error"))
+    shape = cage2_workflows.landscape([order["workflow"] for order in stored], truth, errors)
+    assert (shape["levels"], round(shape["explained by six"], 2), round(shape["sd"], 2)) == (3, 0.32, 0.30)
+    final = {}
+    for rule in ("gp", "random"):
+        regrets = np.array([cage2_workflows.replay(rule, seed, truth, errors) for seed in range(20)])
+        assert regrets.min() >= 0
+        assert (np.diff(regrets) <= 0).all()  # what looks best is best, where no look-up has noise
+        final[rule] = regrets[:, -1].mean()
+    assert final["gp"] < 0.6 * final["random"]
 
 
 # ---- learning: statistics -------------------------------------------------------------------------------------------
