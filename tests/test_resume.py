@@ -315,8 +315,10 @@ def test_a_signal_ends_the_run_cleanly_and_it_can_go_on(
 
 def test_ctrl_c_in_a_terminal_reaches_the_workers_too_and_all_is_saved(continuous: ModuleType, tmp_path: Path) -> None:
     command = [sys.executable, str(continuous.__file__), *FLAGS.split(), "--num-workers", "2", "--logdir"]
-    process = subprocess.Popen([*command, str(tmp_path / "run")], stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-                               env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True, start_new_session=True)  # fmt: skip
+    process = subprocess.Popen(
+        [*command, str(tmp_path / "run")], env=os.environ | {"PYTHONPATH": str(ROOT)}, start_new_session=True,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
     deadline = time.monotonic() + 60
     while rows(tmp_path / "run") < 3 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
