@@ -195,16 +195,20 @@ def tiny_args(script: ModuleType, logdir: Path, **values: Any) -> Any:
     return script.Args(**COMMON | TINY[domain(script)] | {"logdir": str(logdir)} | values)
 
 
-@pytest.fixture
-def run_tiny(continuous: ModuleType, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Train with `tiny_args`, each time in a new folder, or in `logdir`."""
+def tiny_runner(script: ModuleType, folder: Path) -> Callable[..., dict[str, Any]]:
+    """A function that trains with `tiny_args`, each time in a new folder, or in `logdir`."""
     number = itertools.count()
 
     def run(**values: Any) -> dict[str, Any]:
-        logdir = Path(values.pop("logdir", tmp_path / f"run{next(number)}"))
-        return continuous.train(tiny_args(continuous, logdir, **values))
+        logdir = Path(values.pop("logdir", folder / f"run{next(number)}"))
+        return script.train(tiny_args(script, logdir, **values))
 
     return run
+
+
+@pytest.fixture
+def run_tiny(continuous: ModuleType, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    return tiny_runner(continuous, tmp_path)
 
 
 def weights(logdir: Path | str, checkpoint: str = "latest.pt") -> dict[str, torch.Tensor]:
