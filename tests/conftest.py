@@ -58,8 +58,8 @@ TINY: dict[str, dict[str, Any]] = {
                               "reset_steps": 10, "hidden_sizes": (8, 8)},
     "ppo_cage2_parallel": {"num_envs": 4, "num_steps": 25, "total_timesteps": 300, "max_steps": 20,
                            "hidden_sizes": (8, 8)},
-    "ppo_atari_mario": {"num_envs": 2, "num_steps": 8, "total_timesteps": 48, "noop_max": 3, "feature_dim": 16,
-                        "max_episode_steps": 10, "backend": "nes_py"},
+    "ppo_atari_mario": {"num_envs": 2, "num_steps": 8, "total_timesteps": 48, "reset_steps": 10, "noop_max": 3,
+                        "minibatch_growth": 2, "feature_dim": 16, "backend": "nes_py"},
 }  # fmt: skip
 
 
