@@ -34,6 +34,7 @@ from gymnasium.spaces import Box, Discrete
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import tests.known_values  # noqa: F401  (registers KnownValues-v0, Target-v0 and Poison-v0)
+from envs.mario import available_backends
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -50,6 +51,8 @@ SPACES: dict[str, tuple[Box, Box | Discrete]] = {
     "ppo_atari_mario": (Box(0, 255, (3, 64, 64), np.uint8), Discrete(7)),
 }
 
+FASTEST_EMULATOR = "fceumm" if "fceumm" in available_backends() else "nes_py"
+
 # Arguments of a run that takes a second or less: three updates.
 COMMON: dict[str, Any] = {"num_minibatches": 2, "update_epochs": 2, "eval_every": 0, "eval_episodes": 2,
                           "save_every": 0, "compile": False, "num_workers": 1}  # fmt: skip
@@ -59,7 +62,7 @@ TINY: dict[str, dict[str, Any]] = {
     "ppo_cage2_parallel": {"num_envs": 4, "num_steps": 25, "total_timesteps": 300, "max_steps": 20,
                            "hidden_sizes": (8, 8)},
     "ppo_atari_mario": {"num_envs": 2, "num_steps": 8, "total_timesteps": 48, "reset_steps": 10, "noop_max": 3,
-                        "minibatch_growth": 2, "feature_dim": 16, "backend": "nes_py"},
+                        "minibatch_growth": 2, "feature_dim": 16, "backend": FASTEST_EMULATOR},
 }  # fmt: skip
 
 

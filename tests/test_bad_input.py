@@ -197,24 +197,21 @@ def test_a_taken_folder_is_refused_and_stays_as_it_is(script: ModuleType, main: 
 # ---- files of a run that are no text --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "rubbish"),
-    [(name, b"\xff\xfe\x00 rubbish \x80") for name in ("progress.csv", "config.json", "best.json")]
-    + [("best.json", b"[1]"), ("best.json", b"")],
-)
-def test_bytes_that_are_no_utf8_cost_no_run(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, name: str, rubbish: bytes
+def test_files_that_are_no_text_cost_no_run(
+    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """In the folder of a run that goes on, and in that of its neighbour."""
-    run = tiny_runner(script, tmp_path)
-    logdirs = [Path(run()["logdir"]) for _ in range(2)]
-    for logdir in logdirs:
-        (logdir / name).write_bytes(rubbish)
+    """In the folder of a run that goes on, and in its neighbours."""
+    logdir = Path(tiny_runner(script, tmp_path)()["logdir"])
+    for name in ("progress.csv", "config.json", "best.json"):
+        (logdir / name).write_bytes(b"\xff\xfe\x00 rubbish \x80")
+    for i, rubbish in enumerate((b"", b"[1]", b"{}", b'{"env_id": 3}', b"\xff")):
+        (tmp_path / str(i)).mkdir()
+        (tmp_path / str(i) / "best.json").write_bytes(rubbish)
     capsys.readouterr()
     more = str(4 * tiny_args(script, tmp_path).batch_size)
-    code, out, err = command_line(script, capsys)("--resume", "--logdir", str(logdirs[0]), "--total-timesteps", more)
+    code, out, err = command_line(script, capsys)("--resume", "--logdir", str(logdir), "--total-timesteps", more)
     assert (code, err) == (0, ""), out + err
-    assert script.load(logdirs[0] / "latest.pt")["run"]["rollouts"] == 4
+    assert script.load(logdir / "latest.pt")["run"]["rollouts"] == 4
 
 
 @pytest.mark.parametrize("redirection", [">&-", "| head -1"])

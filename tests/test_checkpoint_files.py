@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import assert_same, command_line, domain, fork, rows, tiny_args, tiny_runner, wait, wait_until
+from tests.conftest import assert_same, command_line, fork, rows, tiny_args, tiny_runner, wait_until
 
 Run = Callable[..., dict[str, Any]]
 
@@ -257,11 +257,3 @@ def test_files_that_cannot_be_written_end_in_one_sentence(
     for logdir in ("/proc/nothing", str(tmp_path / "file")):
         code, _, err = command_line(script, capsys)("--configs", "debug", "--no-compile", "--logdir", logdir)
         assert (code, err.count("\n"), logdir in err) == (1, 1, True), err
-
-
-def test_a_child_that_ends_well_leaves_nothing_in_shared_memory(script: ModuleType, tmp_path: Path) -> None:
-    before = set(os.listdir("/dev/shm"))
-    values: dict[str, Any] = {"num_workers": 2} if domain(script) != "ppo_cage2_parallel" else {}
-    pid = fork(lambda: script.train(tiny_args(script, tmp_path / "run", **values))["signal"], tmp_path / "output.txt")
-    assert wait(pid) == 0
-    assert set(os.listdir("/dev/shm")) - before == set()
