@@ -27,8 +27,6 @@ from tests.conftest import ROOT, assert_same, columns, fork, rows, tiny_args, wa
 from tests.test_resume import assert_same_run
 from tests.test_subproc_faults import is_alive
 
-SPREAD = {"num_workers": 2}  # of each rank
-
 
 def run_ranks(script: ModuleType, size: int, work: Callable[[], int | None], output: Path) -> list[int]:
     """Run `work` in `size` processes that find each other; returns their exit codes."""
@@ -52,14 +50,14 @@ def run_ranks(script: ModuleType, size: int, work: Callable[[], int | None], out
 def train_ranks(
     script: ModuleType, logdir: Path, size: int = 2, before: Callable[[], Any] = int, **values: Any
 ) -> None:
-    """Train with `size` ranks; raises AssertionError if one of them fails."""
+    """Train with two ranks; raises AssertionError if one of them fails."""
     output = logdir.parent / "output.txt"
 
     def work() -> None:
         before()
         script.train(tiny_args(script, logdir, **values))
 
-    assert run_ranks(script, size, work, output) == [0] * size, output.read_text()[-3000:]
+    assert run_ranks(script, 2, work, output) == [0, 0], output.read_text()[-3000:]
 
 
 def test_ranks_stay_in_step_and_see_different_things(script: ModuleType, tmp_path: Path) -> None:
@@ -130,14 +128,20 @@ def test_a_run_of_two_ranks_resumes_exactly(continuous: ModuleType, tmp_path: Pa
     assert continuous.train(args)["global_step"] == 448
 
 
-@pytest.mark.parametrize("values", [{"target_kl": 1e-4, "learning_rate": 3e-3}, {"average_reward_rate": 0.1, "norm_reward": False}], ids=str)  # fmt: skip
+DECIDED: list[dict[str, Any]] = [
+    {"env_id": "Target-v0", "target_kl": 0.02, "learning_rate": 0.03, "update_epochs": 8},
+    {"average_reward_rate": 0.1, "norm_reward": False},
+]
+
+
+@pytest.mark.parametrize("values", DECIDED, ids=["target_kl", "average_reward_rate"])
 def test_what_is_decided_by_all_ranks_is_decided_alike(
     continuous: ModuleType, tmp_path: Path, values: dict[str, Any]
 ) -> None:
     """Else they would wait for each other's messages for ever, or drift apart."""
     train_ranks(continuous, tmp_path / "run", **values)
     if "target_kl" in values:
-        assert columns(tmp_path / "run")["counters/epochs"][-1] < 6
+        assert columns(tmp_path / "run")["counters/epochs"][-1] < 24
 
 
 def test_two_ranks_learn_as_well_as_one_process(continuous: ModuleType, tmp_path: Path) -> None:
@@ -185,6 +189,7 @@ def test_merged_statistics_are_those_of_all_batches(sizes: tuple[int, int]) -> N
         alone.update(np.concatenate(parts))
         moments.clear()
         for part in parts:
+            recorder.set_state(merged.get_state())  # moments are about the common mean
             recorder.update(part)
         merged.gather = lambda x: list(moments)
         merged.update(parts[0])

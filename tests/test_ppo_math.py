@@ -626,7 +626,7 @@ def test_a_step_is_that_of_torchs_adam(script: ModuleType, max_grad_norm: float 
         assert max_grad_norm is None or norm > 1
         for name, value in (expected | {"grad_norm": norm}).items():
             torch.testing.assert_close(metrics[name][i], value, rtol=1e-3, atol=1e-5)
-    # Where a gradient is zero but for rounding, a step of Adam is too, but for its sign: so all weights are judged as one.
+    # Where a gradient is zero but for rounding, a step of Adam has any sign: so all weights are judged as one.
     expected_weights = nn.utils.parameters_to_vector(other.parameters()).detach()
     assert float((weights - expected_weights).norm()) < 0.01 * float((weights - start).norm())
     assert float(adam["step"]) == 5
