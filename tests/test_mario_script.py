@@ -272,10 +272,13 @@ def test_a_flag_in_the_step_of_the_time_limit_is_no_success_of_the_whole_game(
 
 def test_the_remaining_options_train(mario: ModuleType, tmp_path: Path) -> None:
     """Separate networks, 84 x 84 pictures, per-environment advantages, value clipping and a KL limit, in one run."""
-    options = {"shared_cnn": False, "obs": "gray84", "norm_adv": "per_env", "clip_vloss": True, "target_kl": 1e-9,
-               "reward": "document", "action_set": "right_only", "lr_decay": "none", "learning_rate": 0.01}  # fmt: skip
+    options = {
+        "shared_cnn": False, "obs": "gray84", "norm_adv": "per_env", "clip_vloss": True, "target_kl": 1e-9,
+        "reward": "document", "action_set": "right_only", "lr_decay": "none", "learning_rate": 0.01,
+        "minibatch_growth": 1,
+    }  # fmt: skip
     result = mario.train(tiny_args(mario, tmp_path / "run", **options))
-    assert result["epochs"] == result["rollouts"] == 3  # no epoch changes the policy by as little as 1e-9
+    assert 3 <= result["epochs"] < 6  # nearly every epoch changes the policy by more than 1e-9
     assert columns(tmp_path / "run")["train/learning_rate"] == pytest.approx([0.01] * 3)
     assert [name for name in weights(tmp_path / "run") if name.startswith("critic_cnn")]
 
