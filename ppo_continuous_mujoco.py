@@ -345,7 +345,8 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
 def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
     """One environment. A wrapper that is put around it here acts in training, evaluation and play."""
     kwargs: Any = {"render_mode": render_mode} if render_mode else {}  # not every environment takes the argument
-    return gym.make(args.env_id, max_episode_steps=args.reset_steps, **kwargs)
+    env = gym.make(args.env_id, max_episode_steps=args.reset_steps, **kwargs)
+    return env
 
 
 def make_envs(args: Args, num_envs: int, statistics: Any = None, render_mode: str | None = None) -> Any:
@@ -701,7 +702,7 @@ def load(path: Path) -> dict[str, Any]:
             require(archive.testzip() is None, "a checksum is wrong")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
-        raise OSError(f"{path} is missing, damaged or no checkpoint: {str(error).splitlines()[0][:100]}") from None
+        raise OSError(f"{path} is missing, damaged or no checkpoint ({type(error).__name__}).") from None
     fits = isinstance(state, dict) and state.get("format") == FORMAT and {"args", "agent"} <= state.keys()
     require(fits, f"{path} is no checkpoint of {SCRIPT}.py, whose format is {FORMAT}.")
     return state
