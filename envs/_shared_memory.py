@@ -17,7 +17,8 @@ import numpy as np
 from gymnasium import Space
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
 
-CONTROL_COLUMNS = 8  # of int64: a cache line, which processes take from each other at every write
+CACHE_LINE = 64  # bytes; processes that write to one line take it from each other at every write
+CONTROL_COLUMNS = 8  # of int64: a cache line for each worker
 MAX_INFO_KEYS = 32
 
 
@@ -137,8 +138,12 @@ class SharedBatch:
 
         actions = map_space(action_space, lambda part: add_field(part, single_real=np.float64))
         observations = map_space(observation_space, lambda part: add_field(part, single_real=part.dtype))
-        memory = map_file(file, np.dtype(fields, align=True))
-        arrays = [memory[name] for name, _, _ in fields]
+        formats, offsets = [np.dtype((dtype, shape)) for _, dtype, shape in fields], [0]
+        for part in formats:  # each begins a cache line
+            offsets.append(offsets[-1] + -(-part.itemsize // CACHE_LINE) * CACHE_LINE)
+        names, size = [name for name, _, _ in fields], offsets.pop()
+        memory = map_file(file, np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size}))
+        arrays = [memory[name] for name in names]
         _, self.rewards, info_values, has_info, self.terminations, self.truncations = arrays[:6]
         self.infos = InfoTable(info_values, has_info)
         self.actions = _arrays_of(actions, arrays)

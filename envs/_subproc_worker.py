@@ -121,7 +121,6 @@ class EnvWorker:
         """Obey commands until the parent says close. This is where the new process begins."""
         for number in PARENTS_SIGNALS:  # a handler, because programs that environments start would inherit SIG_IGN
             signal.signal(number, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, PARENTS_SIGNALS)
         end_with_parent()
         faulthandler.enable(self.crash_pipe.fileno(), all_threads=False)
         faulthandler.register(signal.SIGUSR1, self.crash_pipe.fileno(), all_threads=False)

@@ -16,12 +16,14 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection, util
 from typing import Any
 
 from gymnasium import Env, logger
+from gymnasium.vector import AutoresetMode
 from gymnasium.vector.utils import CloudpickleWrapper, clear_mpi_env_vars
 
 from envs import _subproc_worker as protocol
@@ -85,16 +87,9 @@ class Worker:
         channels = {"pipe": its_pipe, "go": self.go, "done": self.done, "crash_pipe": its_crash_pipe}
         env_worker = EnvWorker(self.index, self.env_indices, **channels, **settings)
         process = context.Process(target=env_worker.main, name=f"SubprocVecEnv-worker-{self.index}", daemon=daemon)
-        # Ctrl-C and the like wait until the process is started, lest it dies of what it ignores once it runs. (Not
-        # with a forkserver, which would hold them back from all that it ever starts.)
-        held = protocol.PARENTS_SIGNALS if context.get_start_method() != "forkserver" else ()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, held)
-        try:
-            with clear_mpi_env_vars():
-                process.start()
+        with hold_signals(), clear_mpi_env_vars():
+            process.start()
             self.process = process
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         its_pipe.close()
         its_crash_pipe.close()
         if step_timeout is not None:
@@ -115,6 +110,24 @@ class Worker:
         if exit_code is not None:
             process.close()
         return exit_code, trace.decode(errors="replace")
+
+
+@contextlib.contextmanager
+def hold_signals() -> Iterator[None]:
+    """Let Ctrl-C and the like wait a moment: in the middle of a fork Python would drop an exception that the parent's
+    handler raises, and the child would die of a signal that it ignores once it is running."""
+    received: list[int] = []
+    before: dict[signal.Signals, Any] = {}
+    if threading.current_thread() is threading.main_thread():  # no other may set handlers
+        for number in protocol.PARENTS_SIGNALS:
+            before[number] = signal.signal(number, lambda number, _: received.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        for received_number in received:
+            signal.raise_signal(received_number)
 
 
 def limit_waits(pipe: connection.Connection, seconds: float) -> None:
@@ -141,28 +154,26 @@ def end_all(workers: Sequence[Worker]) -> None:
 
 
 class WorkerPool:
-    """The workers of one SubprocVecEnv, `owner`: when it is garbage-collected, or this process exits, they are killed.
-
-    `poll`: whether parent and workers poll for a moment before they sleep; no use with more workers than cores.
-    `settings`: further fields of EnvWorker.
-    """
+    """The workers of one SubprocVecEnv, `owner`; they are killed when it is garbage-collected or this process exits."""
 
     def __init__(
         self,
         owner: object,
         env_fns: Sequence[Callable[[], Env]],
         num_workers: int,
+        autoreset_mode: AutoresetMode,
         context: str | None,
         daemon: bool,
         step_timeout: float | None,
-        poll: bool,
-        **settings: Any,
     ) -> None:
         self._context = multiprocessing.get_context(context)
         self._env_fns = [CloudpickleWrapper(env_fn) for env_fn in env_fns]
-        self._daemon, self._poll, self.step_timeout = daemon, poll, step_timeout
+        self._daemon, self.step_timeout = daemon, step_timeout
+        self._poll = num_workers <= len(os.sched_getaffinity(0))  # before going to sleep; it needs a core for each
         self.memory = anonymous_file()
-        self._settings = {"num_workers": num_workers, "memory": self.memory, "poll": poll, **settings}
+        self._settings = {
+            "num_workers": num_workers, "memory": self.memory, "poll": self._poll, "autoreset_mode": autoreset_mode
+        }  # fmt: skip
         control = map_control(self.memory, num_workers)
         bounds = [w * len(env_fns) // num_workers for w in range(num_workers + 1)]
         self.workers = [Worker(w, range(bounds[w], bounds[w + 1]), control[w].data) for w in range(num_workers)]
@@ -270,7 +281,8 @@ class WorkerPool:
             for worker in workers:
                 if worker.pending and self._poll and poll(worker.done):
                     self._take_reply(worker, name)
-            self._wait_for_the_rest(name, workers, timeout)
+            if any(worker.pending for worker in workers):
+                self._wait_for_the_rest(name, workers, timeout)
             self._raise_errors(name, workers)
             return [(n, pickle.loads(result)) for worker in workers for n, result in worker.results]
         except (WorkerError, multiprocessing.TimeoutError):
@@ -296,14 +308,14 @@ class WorkerPool:
                     for other in workers:
                         other.deadline += now - last_look
                 last_look = now
-                self._look_around(name, workers)
+                self._look_around(name, workers, now)
                 if name in ENDING and any(other.errors for other in workers):
                     error_seen = min(error_seen, now)
                 elif timeout is not None and now >= start + timeout:
                     text = f"The call to `{name}_wait` has timed out after {timeout} second(s)."
                     raise multiprocessing.TimeoutError(text)
 
-    def _look_around(self, name: str, workers: Sequence[Worker]) -> None:
+    def _look_around(self, name: str, workers: Sequence[Worker], now: float) -> None:
         """Take the replies that are there. Raise if a worker is found dead or hung; what an environment has raised
         tells more, and may be why."""
         for worker in workers:
@@ -312,7 +324,7 @@ class WorkerPool:
             alive = worker.process.is_alive()  # asked first: it may have finished just before it died
             if worker.done.acquire(False):
                 self._take_reply(worker, name)
-            elif not alive or time.monotonic() >= worker.deadline:
+            elif not alive or now >= worker.deadline:
                 lost = self._lost(worker, name, hung=alive)
                 for other in workers:
                     if other.pending and other.done.acquire(False):

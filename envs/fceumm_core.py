@@ -2,8 +2,8 @@
 
 stable-retro is not imported, only found: its core is called through libretro's C interface, in which the core
 calls the frontend back for the controller's buttons and hands it each frame. The numbers below are those of
-libretro.h. See `envs/nes_core.py` for what a core does. A restored console repeats RAM and pictures bit for bit; the
-one thing that may differ is the noise generator's phase, which can only be heard.
+libretro.h. See `NesCore` in `envs/nes_core.py` for what a core does. A restored console repeats RAM and pictures bit
+for bit; the one thing that may differ is the noise generator's phase, which can only be heard.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from envs.nes_core import (
+from envs.nes_common import (
     DOWN,
     GRAY,
     INSTALL,

@@ -19,20 +19,8 @@ from gymnasium.spaces import Box, Discrete
 from PIL import Image, ImageChops
 
 from envs.mario_game import STAGES, MarioGame
-from envs.nes_core import (
-    DOWN,
-    LEFT,
-    RIGHT,
-    SCREEN_HEIGHT,
-    SCREEN_WIDTH,
-    UP,
-    A,
-    B,
-    MarioBackendError,
-    available_backends,
-    make_core,
-    resolve_backend,
-)
+from envs.nes_common import DOWN, LEFT, RIGHT, SCREEN_HEIGHT, SCREEN_WIDTH, UP, A, B, MarioBackendError
+from envs.nes_core import available_backends, make_core, resolve_backend
 
 __all__ = [
     "ACTION_SETS",

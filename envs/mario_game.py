@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from envs.nes_core import START, NesCore
+from envs.nes_common import START
+from envs.nes_core import NesCore
 
 STAGES = tuple(f"{world}-{stage}" for world in range(1, 9) for stage in range(1, 5))
 LAST_LEVEL = len(STAGES) - 1

@@ -29,7 +29,7 @@ from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_differing_spaces, batch_space
 
-from envs._shared_memory import copies_of_rows, info_layout, map_tree, row_of, write_tree
+from envs._shared_memory import copies_of_rows, info_layout, map_space, map_tree, row_of, write_tree
 from envs._subproc_worker import Requests
 from envs._worker_pool import Worker, WorkerError, WorkerPool
 
@@ -93,23 +93,14 @@ class SubprocVecEnv(VectorEnv):
             if limit is not None and limit < 1:
                 raise ValueError(f"`{name}` must be a positive or None, got {limit}.")
         self.num_envs = len(env_fns)
-        cores = len(os.sched_getaffinity(0))
-        self.num_workers = min(num_workers or cores, max_concurrency or self.num_envs, self.num_envs)
+        num_workers = num_workers or len(os.sched_getaffinity(0))
+        self.num_workers = min(num_workers, max_concurrency or self.num_envs, self.num_envs)
         self.copy = copy
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.on_worker_failure = on_worker_failure
         self._pending: str | None = None  # the call that the workers are busy with: "reset", "step", ...
         self._restarted: set[Worker] = set()  # in place of lost ones, since the pending call began
-        self._pool = WorkerPool(
-            self,
-            env_fns,
-            self.num_workers,
-            context,
-            daemon,
-            step_timeout,
-            poll=self.num_workers <= cores,
-            autoreset_mode=self.autoreset_mode,
-        )
+        self._pool = WorkerPool(self, env_fns, self.num_workers, self.autoreset_mode, context, daemon, step_timeout)
         try:
             descriptions = self._pool.start(self._pool.workers)
             self._adopt_spaces([description[:2] for description in descriptions], observation_mode)
@@ -134,21 +125,20 @@ class SubprocVecEnv(VectorEnv):
                 f"space, actual got {mode}"
             )
         for index, (observation_space, action_space) in enumerate(spaces):
-            if action_space != self.single_action_space:
-                raise RuntimeError(
-                    f"All environments need the same action space, but that of environment {index} is {action_space} "
-                    f"and that of environment 0 is {self.single_action_space}."
-                )
+            map_space(observation_space, id)  # raises if they are not numeric
+            map_space(action_space, id)
             if mode == "same" and observation_space != self.single_observation_space:
                 raise RuntimeError(
                     "With observation_mode='same', the sub-environments observation spaces are not equivalent: "
                     f"environment {index} has {observation_space}, environment 0 {self.single_observation_space}. "
                     "If this is intentional, use `observation_mode='different'` instead."
                 )
-            if not is_space_dtype_shape_equiv(observation_space, self.single_observation_space):
+            same_shape = is_space_dtype_shape_equiv(observation_space, self.single_observation_space)
+            if action_space != self.single_action_space or not same_shape:
                 raise RuntimeError(
-                    f"All observations need the same shape and dtype, but environment {index} has {observation_space} "
-                    f"where {self.single_observation_space} is expected."
+                    "All environments need the same action space, and observations of the same shape and dtype, but "
+                    f"environment {index} has {action_space} and {observation_space} where "
+                    f"{self.single_action_space} and {self.single_observation_space} are expected."
                 )
         self.action_space = batch_space(self.single_action_space, self.num_envs)
         if mode == "same":
@@ -367,12 +357,10 @@ class SubprocVecEnv(VectorEnv):
         while True:
             try:
                 return self._pool.collect(name, self._pool.workers, timeout)
-            except TimeoutError as error:
-                if not isinstance(error, WorkerError):  # a timeout of this wait, not a worker that hangs
+            except (WorkerError, TimeoutError) as error:
+                if not isinstance(error, WorkerError):  # only the patience of this call has ended
                     self._pending = name
                     raise
-                self._replace(error, name)
-            except WorkerError as error:
                 self._replace(error, name)
 
     # ---- after the loss of a worker ---------------------------------------------------------------------------------

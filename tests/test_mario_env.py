@@ -13,7 +13,7 @@ import pytest
 from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 
-from envs import nes_core
+from envs import nes_common, nes_core
 from envs.mario import (
     ACTION_SETS,
     REWARDS,
@@ -23,7 +23,8 @@ from envs.mario import (
     RewardTerms,
     available_backends,
 )
-from envs.nes_core import GRAY, RIGHT, START, A, B, NesCore, make_core
+from envs.nes_common import GRAY, RIGHT, START, A, B
+from envs.nes_core import NesCore, make_core
 
 NOOP, WALK, RUN, RUN_JUMP, JUMP, LEFT = 0, 1, 3, 4, 5, 6  # of the "simple" action set
 
@@ -866,11 +867,11 @@ def test_a_closed_environment_can_be_reset(backend: str) -> None:
 def test_a_missing_package_is_named_with_its_command(
     missing: str, backend: str, command: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = nes_core._package_folder
-    monkeypatch.setattr(nes_core, "_package_folder", lambda name: None if name in missing.split() else found(name))
-    nes_core.rom_path.cache_clear()
+    found = nes_common._package_folder
+    monkeypatch.setattr(nes_common, "_package_folder", lambda name: None if name in missing.split() else found(name))
+    nes_common.rom_path.cache_clear()
     with pytest.raises(MarioBackendError, match=command):
         MarioEnv("1-1", backend)
     assert not {"nes_py" if backend == "auto" else backend} & set(available_backends())
     monkeypatch.undo()
-    nes_core.rom_path.cache_clear()
+    nes_common.rom_path.cache_clear()
