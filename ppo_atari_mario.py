@@ -13,6 +13,7 @@ A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.j
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import difflib
 import fcntl
@@ -25,7 +26,7 @@ import sys
 import threading
 import time
 import zipfile
-from contextlib import suppress
+from collections.abc import Iterator
 from copy import copy
 from dataclasses import asdict, dataclass, fields
 from functools import partial
@@ -53,6 +54,7 @@ from envs.subproc_vec_env import WorkerError
 from envs.vectorize import vectorize
 
 SCRIPT, FORMAT = Path(__file__).stem, "ppo_atari_mario/3"  # FORMAT: what a checkpoint holds; copies keep it
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # they end a run after its update
 WORLD_SIZE, RANK = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))  # set by torchrun
 
 
@@ -76,8 +78,8 @@ class RunArgs:
     resume: bool = False  # continue the run in --logdir from its latest.pt, with its arguments; flags given now win
     init_from: str | None = None  # checkpoint whose networks the run starts from
     device: str = "cpu"  # torch device: cpu, cuda, cuda:1
-    torch_threads: int | None = None  # CPU threads of torch in the update, while no environment runs; default: 2 where
-    # each process can have them: 1.15 times as fast as 1 on an idle machine, and far slower beside another busy process
+    torch_threads: int = 1  # CPU threads of torch in the update: 2 train 1.15 times as fast as 1 on an idle machine,
+    # and half as fast beside another busy process
     compile: bool = False  # torch.compile the gradient steps: no gain for convolutions on a CPU
     amp: bool = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # compute the networks in bfloat16: 1.1 to 1.2
     # times as fast on a CPU that has it (avx512_bf16), where it is the default, and half as fast on one that has not
@@ -134,8 +136,11 @@ class PPOArgs:
 
 
 RANGES = {  # lowest and highest values; None passes
-    ("total_timesteps", "num_envs", "num_steps", "num_minibatches", "update_epochs", "eval_episodes"): (1, 1e15),
-    ("num_workers", "reset_steps"): (1, 1e9),
+    ("num_envs", "num_steps", "num_minibatches", "update_epochs", "eval_episodes", "num_workers", "reset_steps"): (
+        1,
+        1e6,
+    ),
+    ("total_timesteps",): (1, 1e15),
     ("frame_stack", "skip", "minibatch_growth"): (1, 25),
     ("feature_dim",): (1, 1e5),
     ("stuck_steps",): (0, 1e9),
@@ -165,9 +170,7 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
         shares = self.num_minibatches * WORLD_SIZE
         require(self.batch_size % shares == 0, f"--num-minibatches {self.num_minibatches} does not divide {batch}.")
-        require(
-            self.num_envs % WORLD_SIZE == 0, f"--num-envs {self.num_envs} does not divide by {WORLD_SIZE} processes."
-        )
+        require(self.num_envs % WORLD_SIZE == 0, f"{WORLD_SIZE} processes cannot share {batch} evenly.")
         single = self.norm_adv == "minibatch" and self.batch_size == shares
         require(not single, "A minibatch of one transition cannot be normalised: add --norm-adv none.")
         growth = f"--minibatch-growth {self.minibatch_growth} does not divide --num-minibatches {self.num_minibatches}."
@@ -176,11 +179,8 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         require(self.device == "cpu" or torch.cuda.is_available(), f"--device {self.device} is not available here.")
         is_game = self.env_id.startswith(("Mario-", "ALE/")) and ":" not in self.env_id
         require(is_game, f"There is no {self.env_id}: try Mario-1-1, Mario-1-1,2-1, Mario-random or ALE/Breakout-v5.")
-        if not self.env_id.startswith("ALE/"):
-            try:
-                self.backend: Any = resolve_backend(self.backend)  # a policy belongs to the emulator it has learnt on
-            except MarioBackendError as error:
-                raise UsageError(str(error)) from None
+        if self.env_id.startswith("Mario-"):  # a policy belongs to the emulator that it has learnt on
+            self.backend: Any = resolve_backend(self.backend)
 
 
 # `--configs a b` layers presets from left to right; flags win last.
@@ -189,8 +189,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "explore": {"ent_coef": 0.05, "learning_rate": 1e-4},
     "fast": {"total_timesteps": 2_000_000, "num_envs": 8, "num_minibatches": 8, "update_epochs": 3},
     "debug": {"total_timesteps": 2_048, "num_envs": 4, "num_steps": 64, "num_minibatches": 4, "minibatch_growth": 1,
-              "update_epochs": 2, "reset_steps": 200, "eval_every": 1_024, "eval_episodes": 2, "save_every": 512,
-              "torch_threads": 1},
+              "update_epochs": 2, "reset_steps": 200, "eval_every": 1_024, "eval_episodes": 2, "save_every": 512},
     # the values of ylxfda/learn-RL-with-Mario, PPO/README.md at e143216; it asked for 8 to 12 hours of a GPU
     "rgb64": {"seed": 0, "total_timesteps": 10_000_000, "obs": "rgb64", "max_pool": True, "show_buttons": False,
               "reward": "document", "stuck_steps": 0, "num_steps": 128, "num_minibatches": 16, "minibatch_growth": 1,
@@ -419,7 +418,7 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
         returns += np.where(running, rewards, 0.0)
         lengths += running
         for n in np.flatnonzero(running & (terminated | truncated)):
-            last_infos[n] = {name: x[n] for name, x in infos["final_info"].items()}
+            last_infos[n] = {name: x[n] for name, x in infos.get("final_info", {}).items()}
         running &= ~(terminated | truncated)
     return returns, lengths, last_infos
 
@@ -439,16 +438,28 @@ def gather(x: Any) -> list[Any]:
     return objects
 
 
+@contextlib.contextmanager
+def restored_signals() -> Iterator[None]:
+    """Give signals back to whoever had them before a run."""
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
+
+
+@restored_signals()
 def train(args: Args) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
 
     Raises UsageError for arguments that cannot work, FloatingPointError for a number that is not finite, WorkerError
     where an environment fails. A signal ends the run after its update; the result then holds its number as "signal".
     """
-    torch.set_num_threads(1)
-    update_threads = args.torch_threads or (2 if (os.cpu_count() or 1) >= 2 * WORLD_SIZE else 1)
-    with suppress(AttributeError):  # glibc is to keep what is freed: to get activations anew costs a fifth of an update
+    with contextlib.suppress(AttributeError):  # glibc is to keep what is freed: it costs a fifth of an update otherwise
         ctypes.CDLL(None).mallopt(-4, 0), ctypes.CDLL(None).mallopt(-1, 2**30)  # M_MMAP_MAX, M_TRIM_THRESHOLD
+    torch.set_num_threads(1)
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
     if WORLD_SIZE > 1 and device.type == "cuda":
@@ -456,11 +467,12 @@ def train(args: Args) -> dict[str, Any]:
     if WORLD_SIZE > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     rng = torch.cuda if device.type == "cuda" else torch  # whose generator draws actions and shuffles
-    logdir, checkpoint, lock = open_run(args)
     num_envs, num_steps, num_updates = args.num_envs // WORLD_SIZE, args.num_steps, args.num_updates
     first_env = RANK * num_envs  # this process steps environments first_env to first_env + num_envs - 1
     vec_env = make_envs(args, num_envs)
     agent = Agent(vec_env, args).to(device)
+    if args.init_from is not None:
+        load_policy(load(Path(args.init_from)), agent)
     # All weights in one vector, of which the parameters become views: one long step costs half of many short ones.
     weights = parameters_to_vector(agent.parameters()).detach()
     vector_to_parameters(weights, agent.parameters())
@@ -474,6 +486,7 @@ def train(args: Args) -> dict[str, Any]:
     loss_args: Any = copy(args)
     loss_args.ent_coef = torch.zeros((), device=device)  # a tensor, since compiled code knows numbers as constants
 
+    logdir, checkpoint, lock = open_run(args)
     # Where the run stands.
     run = SimpleNamespace(
         rollouts=0, global_step=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
@@ -481,9 +494,8 @@ def train(args: Args) -> dict[str, Any]:
     )  # fmt: skip
     torch.manual_seed(args.seed + first_env)  # weights are equal in all processes; actions and shuffles are not
     next_obs, _ = vec_env.reset(seed=args.seed + first_env)
-    if checkpoint is not None or args.init_from is not None:
-        load_policy(checkpoint or load(Path(str(args.init_from))), agent)
     if checkpoint is not None:
+        load_policy(checkpoint, agent)
         vars(run).update(checkpoint["run"])
         adam |= {name: checkpoint["adam"][name].to(x.device) for name, x in adam.items()}
         own = checkpoint["processes"][RANK % len(checkpoint["processes"])]
@@ -493,7 +505,7 @@ def train(args: Args) -> dict[str, Any]:
         else:
             print("The checkpoint does not hold these environments, so new episodes begin.")
 
-    writer = SummaryWriter(str(logdir), purge_step=run.global_step + 1) if RANK == 0 else None
+    writer = open_logs(args, logdir, run.global_step) if RANK == 0 else None
     signals: list[int] = []  # received; the first one ends the run after its update, a second one at once
 
     def receive(number: int, frame: Any) -> None:
@@ -501,7 +513,7 @@ def train(args: Args) -> dict[str, Any]:
             raise KeyboardInterrupt
         signals.append(number)
 
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in SIGNALS:
         if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, receive)
     first_rollout, clock, stopping = run.rollouts, time.perf_counter(), False
@@ -524,7 +536,11 @@ def train(args: Args) -> dict[str, Any]:
                 policy, values = agent(obs)
                 actions = policy.sample()
                 log_probs = policy.log_prob(actions)
-            next_obs, rewards, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
+            try:
+                next_obs, rewards, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
+            except WorkerError as error:
+                error.add_note(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
+                raise
             reward_sum += float(infos["raw_reward"].sum())
             if args.sign_reward:  # detail 19
                 rewards = np.sign(rewards)
@@ -532,7 +548,7 @@ def train(args: Args) -> dict[str, Any]:
             rows.append((obs, actions, log_probs, values, *map(torch.as_tensor, (rewards, ends, truncated))))
             for n in np.flatnonzero(terminated | truncated):
                 total, length = float(infos["episode_return"][n]), int(infos["episode_length"][n])
-                success = terminated[n] and infos["final_info"].get("flag_get", {n: False})[n]
+                success = terminated[n] and infos.get("final_info", {}).get("flag_get", {n: False})[n]
                 ended.append((total, length, float(success)))
                 if not terminated[n]:
                     cuts.append((t, int(n), infos["final_obs"][n]))
@@ -557,7 +573,7 @@ def train(args: Args) -> dict[str, Any]:
         batch = Batch(*(x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)))
         if args.compile and run.rollouts == first_rollout and RANK == 0:
             print("compiling the gradient steps, 10 to 30 s ...", flush=True)
-        torch.set_num_threads(update_threads)
+        torch.set_num_threads(args.torch_threads)
         results: list[dict[str, torch.Tensor]] = []  # of each call of `update`
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=device)  # detail 6: each transition once an epoch
@@ -624,7 +640,7 @@ def train(args: Args) -> dict[str, Any]:
                 if math.isfinite(value):
                     writer.add_scalar(name, value, run.global_step)
             with open(logdir / "progress.csv", "ab") as file:
-                file.truncate(run.csv_size)  # a resumed run cuts off what was logged after its checkpoint
+                file.truncate(run.csv_size)  # of a resumed run: cut off what was logged after its checkpoint
                 if run.csv_size == 0:
                     file.write(f"global_step,{','.join(record)}\n".encode())
                 file.write(f"{run.global_step},{','.join(map(str, record.values()))}\n".encode())
@@ -633,32 +649,35 @@ def train(args: Args) -> dict[str, Any]:
                 clock = time.perf_counter()  # the first rollout, in which torch compiles, tells nothing of the others
             pace = (time.perf_counter() - clock) / max(run.rollouts - first_rollout - 1, 1)
             left = pace * (num_updates - run.rollouts)
-            line = (f"{run.global_step:,} steps, {record['time/sps']:,.0f}/s, return {run.training_return:.2f}, flag "
-                    f"{run.training_success:.0%}, evaluation {run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}, "
-                    f"{left / 60:.1f} min left")  # fmt: skip
+            line = (
+                f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
+                f"flag {run.training_success:.0%}, evaluation {run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}, "
+                f"{left / 60:.1f} min left"
+            )
             terminal = sys.stdout is not None and sys.stdout.isatty()  # on which a line overwrites the one before
             print(f"\r\033[K{line}" if terminal else line, end="" if terminal and not is_last else "\n", flush=True)
 
         # --- save -----------------------------------------------------------------------------------------------------
-        if is_best or is_last or stopping or crossed(run.global_step, args.batch_size, args.save_every):
+        due = run.rollouts == 1 or crossed(run.global_step, args.batch_size, args.save_every)
+        if due or is_best or is_last or stopping:
             own = {"generator": rng.get_rng_state(), "envs": vec_env.get_state(), "obs": next_obs}
             state = {"format": FORMAT, "args": asdict(args), "run": vars(run), "agent": agent.state_dict(),
                      "adam": adam, "processes": gather(own)}  # fmt: skip
-            if RANK == 0:
-                save(logdir / "latest.pt", state)
             if RANK == 0 and is_best:
                 save(logdir / "best.pt", state)
                 best = {"env_id": args.env_id, "mean_return": run.best_return, "logdir": str(logdir)}
                 (logdir / "best.json").write_text(json.dumps(best))
+            if RANK == 0:
+                save(logdir / "latest.pt", state)
 
     vec_env.close()
     if writer is not None and lock is not None:
         writer.close()
         lock.close()
         print(f"{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
-        bests = [json.loads(path.read_text()) for path in logdir.parent.glob("*/best.json")]
-        best = max([x for x in bests if x["env_id"] == args.env_id], key=lambda x: x["mean_return"], default={})
-        print(f"The best of all runs of {args.env_id} in {logdir.parent}: {best}")
+        print(best_of_all_runs(args.env_id, logdir.parent))
+        if stopping:
+            print(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
     return {"logdir": str(logdir), "signal": signals[0] if signals else None, **vars(run)}
 
 
@@ -666,8 +685,9 @@ def train(args: Args) -> dict[str, Any]:
 def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, Any]:
     """The run folder, the checkpoint to continue from, or None, and a lock that keeps other runs out of the folder."""
     name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    args.logdir = args.logdir or f"runs/{name.replace('/', '_').replace(':', '_')}"
-    logdir = Path(args.logdir)
+    folder = Path("runs", name.replace("/", "_").replace(":", "_"))
+    same_second = len(list(folder.parent.glob(f"{folder.name}*")))
+    logdir = Path(args.logdir or (f"{folder}_{same_second}" if same_second else folder))
     checkpoint = load(logdir / "latest.pt") if args.resume else None
     if RANK > 0:
         return logdir, checkpoint, None
@@ -682,19 +702,35 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, Any]:
     for key, before in checkpoint["args"].items() if checkpoint else ():
         if key not in ("resume", "logdir") and getattr(args, key) != before:
             print(f"--{key.replace('_', '-')} is {getattr(args, key)} from now on; it was {before}.")
+    return logdir, checkpoint, lock
+
+
+def open_logs(args: Args, logdir: Path, step: int) -> SummaryWriter:
+    """Write config.json, print the sizes of the run and begin its TensorBoard log at `step`, and W&B's with --track."""
     commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
     (logdir / "config.json").write_text(json.dumps(config, indent=1))
+    print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
+          f"epochs x {args.num_minibatches} minibatches, seed {args.seed}: {logdir}")  # fmt: skip
     if args.track is not None:
         import wandb
 
         *entity, project = args.track.split("/")
         wandb.init(project=project, entity="".join(entity) or None, name=logdir.name, id=logdir.name, resume="allow",
                    config=asdict(args), sync_tensorboard=True)  # fmt: skip
-    print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
-          f"epochs x {args.num_minibatches} minibatches, seed {args.seed}: {logdir}")  # fmt: skip
-    return logdir, checkpoint, lock
+    return SummaryWriter(str(logdir), purge_step=step + 1)
+
+
+def best_of_all_runs(env_id: str, folder: Path) -> str:
+    """One line that names the run with the best evaluation of a task, among all runs in a folder."""
+    returns: dict[float, str] = {}
+    for path in folder.glob("*/best.json"):
+        with contextlib.suppress(ValueError, KeyError):  # a damaged file is no reason to end with an error
+            run = json.loads(path.read_text())
+            returns |= {run["mean_return"]: run["logdir"]} if run["env_id"] == env_id else {}
+    best = max(returns, default=math.nan)
+    return f"best of the {len(returns)} runs of {env_id} in {folder}: {best:.2f}, {returns.get(best)}"
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -756,7 +792,7 @@ def play(options: PlayArgs) -> list[float]:
         path = Path(options.logdir or ".", f"{path.stem}.pt")
     checkpoint = load(path)
     env_id = options.env_id or checkpoint["args"]["env_id"]
-    args = Args(**checkpoint["args"] | {"env_id": env_id, "device": "cpu", "torch_threads": None, "resume": False})
+    args = Args(**checkpoint["args"] | {"env_id": env_id, "device": "cpu", "torch_threads": 1, "resume": False})
     render_mode = "human" if options.render else "rgb_array" if options.save_gif else None
     vec_env = make_envs(args, 1, render_mode)
     agent = Agent(vec_env, args)
@@ -828,21 +864,17 @@ def parse_args(argv: list[str]) -> Args:
 
 def main(argv: list[str]) -> int:
     """The command line. Returns the exit code: 2 for wrong arguments, 1 for a failure, 128 + n after signal n."""
-    args = None
     try:
         if argv[:1] == ["play"]:
             play(tyro.cli(PlayArgs, prog=f"{SCRIPT}.py play", args=argv[1:], description=play.__doc__))
             return 0
-        args = parse_args(argv[1:] if argv[:1] == ["train"] else argv)
-        result = train(args)
+        result = train(parse_args(argv[1:] if argv[:1] == ["train"] else argv))
         return 128 + result["signal"] if result["signal"] else 0
     except KeyboardInterrupt:
         return 130
-    except (UsageError, OSError, FloatingPointError, WorkerError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        if isinstance(error, WorkerError) and args is not None:
-            print(f"Continue with: python {sys.argv[0]} --resume --logdir {args.logdir}", file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
+    except (UsageError, MarioBackendError, OSError, FloatingPointError, WorkerError) as error:
+        print("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
+        return 2 if isinstance(error, UsageError | MarioBackendError) else 1
 
 
 if __name__ == "__main__":
