@@ -467,11 +467,11 @@ def train(args: Args) -> dict[str, Any]:
     if WORLD_SIZE > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     rng = torch.cuda if device.type == "cuda" else torch  # whose generator draws actions and shuffles
-    num_envs, num_steps, num_updates = args.num_envs // WORLD_SIZE, args.num_steps, args.num_updates
+    num_envs, num_steps, all_steps = args.num_envs // WORLD_SIZE, args.num_steps, args.num_updates * args.batch_size
     first_env = RANK * num_envs  # this process steps environments first_env to first_env + num_envs - 1
     vec_env = make_envs(args, num_envs)
     agent = Agent(vec_env, args).to(device)
-    if args.init_from is not None:
+    if args.init_from is not None and not args.resume:
         load_policy(load(Path(args.init_from)), agent)
     # All weights in one vector, of which the parameters become views: one long step costs half of many short ones.
     weights = parameters_to_vector(agent.parameters()).detach()
@@ -517,9 +517,9 @@ def train(args: Args) -> dict[str, Any]:
         if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is not signal.SIG_IGN:
             signal.signal(number, receive)
     first_rollout, clock, stopping = run.rollouts, time.perf_counter(), False
-    while run.rollouts < num_updates and not stopping:
+    while run.global_step < all_steps and not stopping:
         started = time.perf_counter()
-        progress = run.rollouts / num_updates
+        progress = run.global_step / all_steps
         annealing = {"linear": 1 - progress, "exponential": 0.01**progress, "none": 1.0}  # detail 4
         adam["learning_rate"] = torch.tensor(args.learning_rate * annealing[args.lr_decay], device=device)
         loss_args.ent_coef.fill_(args.ent_coef * annealing[args.ent_decay])
@@ -596,7 +596,7 @@ def train(args: Args) -> dict[str, Any]:
         run.seconds += seconds
 
         # --- evaluate -------------------------------------------------------------------------------------------------
-        is_last, is_best = run.rollouts == num_updates, False
+        is_last, is_best = run.global_step >= all_steps, False
         scores: dict[str, tuple[float, ...]] = {}
         if RANK == 0 and (is_last or crossed(run.global_step, args.batch_size, args.eval_every)):
             eval_envs = make_envs(args, args.eval_episodes)
@@ -641,6 +641,7 @@ def train(args: Args) -> dict[str, Any]:
                     writer.add_scalar(name, value, run.global_step)
             with open(logdir / "progress.csv", "ab") as file:
                 file.truncate(run.csv_size)  # of a resumed run: cut off what was logged after its checkpoint
+                file.seek(run.csv_size)
                 if run.csv_size == 0:
                     file.write(f"global_step,{','.join(record)}\n".encode())
                 file.write(f"{run.global_step},{','.join(map(str, record.values()))}\n".encode())
@@ -648,7 +649,7 @@ def train(args: Args) -> dict[str, Any]:
             if run.rollouts == first_rollout + 1:
                 clock = time.perf_counter()  # the first rollout, in which torch compiles, tells nothing of the others
             pace = (time.perf_counter() - clock) / max(run.rollouts - first_rollout - 1, 1)
-            left = pace * (num_updates - run.rollouts)
+            left = pace * (all_steps - run.global_step) / args.batch_size
             line = (
                 f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
                 f"flag {run.training_success:.0%}, evaluation {run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}, "
