@@ -30,6 +30,7 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import asdict, dataclass, fields
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -70,19 +71,18 @@ def require(condition: Any, sentence: str) -> None:
 # ---- Arguments: --help shows the comments ----------------------------------------------------------------------------
 @dataclass
 class RunArgs:
-    env_id: str = "Mario-1-1"  # Mario-1-1 to Mario-8-4, several as Mario-1-1,2-1, Mario-random (one of all 32 in each
-    # episode), Mario-full (the whole game), or an Atari game as ALE/Breakout-v5
+    env_id: str = "Mario-1-1"  # Mario-1-1 to 8-4, several: Mario-1-1,2-1, Mario-random, Mario-full, ALE/Breakout-v5
     seed: int = 1  # seed of networks, sampling and environments (environment n gets seed + n)
     total_timesteps: int = 1_500_000  # environment steps of the whole run, rounded down to whole batches
     logdir: str | None = None  # run folder; default runs/{env_id}__{script}__{seed}__{time}
     resume: bool = False  # continue the run in --logdir from its latest.pt, with its arguments; flags given now win
     init_from: str | None = None  # checkpoint whose networks the run starts from
     device: str = "cpu"  # torch device: cpu, cuda, cuda:1
-    torch_threads: int = 1  # CPU threads of torch in the update: 2 train 1.15 times as fast as 1 on an idle machine,
-    # and half as fast beside another busy process
+    torch_threads: int = 1  # CPU threads of torch in the update: 2 help on an idle machine and hurt on a busy one
     compile: bool = False  # torch.compile the gradient steps: no gain for convolutions on a CPU
-    amp: bool = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # compute the networks in bfloat16: 1.1 to 1.2
-    # times as fast on a CPU that has it (avx512_bf16), where it is the default, and half as fast on one that has not
+    # compute the networks in bfloat16: 1.1 to 1.2 times as fast on a CPU that has it (avx512_bf16), the default there,
+    # and half as fast on one that has not
+    amp: bool = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
     eval_every: int = 100_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 10  # episodes of an evaluation with deterministic actions, and as many with sampled ones
     save_every: int = 100_000  # environment steps between writes of latest.pt; 0: only at the end
@@ -96,8 +96,7 @@ class EnvironmentArgs:
     step_timeout: float = 300.0  # seconds after which a worker that has not finished its step counts as hung
     on_worker_failure: Literal["raise", "restart"] = "raise"  # a lost worker ends the run, or is replaced
     reset_steps: int | None = None  # time limit of episodes in steps (a truncation); default: the task's own
-    backend: Literal["auto", "nes_py", "fceumm"] = "auto"  # Mario's emulator: nes_py (auto where it is installed), or
-    # fceumm, several times as fast; a policy does not transfer between them
+    backend: Literal["auto", "nes_py", "fceumm"] = "auto"  # Mario's emulator; fceumm is several times as fast
     obs: Literal["gray64", "rgb64", "gray84"] = "gray64"  # Mario's pictures: colour and side
     frame_stack: int | None = None  # pictures in an observation; default: 4, and 1 for rgb64
     action_set: Literal["right_only", "simple", "complex"] = "simple"  # Mario's 5, 7 or 12 combinations of buttons
@@ -792,6 +791,8 @@ def play(options: PlayArgs) -> list[float]:
     if path.stem in ("best", "latest") and not path.is_file():
         path = Path(options.logdir or ".", f"{path.stem}.pt")
     checkpoint = load(path)
+    is_shown = not options.render or (find_spec("pygame") and {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
+    require(is_shown, "--render needs a display and pygame (pip install pygame); --save-gif does without.")
     env_id = options.env_id or checkpoint["args"]["env_id"]
     args = Args(**checkpoint["args"] | {"env_id": env_id, "device": "cpu", "torch_threads": 1, "resume": False})
     render_mode = "human" if options.render else "rgb_array" if options.save_gif else None
