@@ -530,7 +530,8 @@ def train(args: Args) -> dict[str, Any]:
         ended: list[tuple[float, int, float]] = []  # (return, length, flag reached) of each episode that ended
         reward_sum = 0.0
         for t in range(num_steps):
-            obs = torch.as_tensor(next_obs, device=device)
+            # channels last, as convolutions want them, so that not each epoch has to turn them around
+            obs = torch.as_tensor(next_obs, device=device).contiguous(memory_format=torch.channels_last)
             with torch.no_grad():
                 policy, values = agent(obs)
                 actions = policy.sample()
