@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 .PHONY: setup train test slow lint format nes_py fceumm atari peers bench clean
 
-BENCHMARKS := vec_env scaling cage2 cage2_loop cage2_learning cage2_workflows mujoco_env mujoco_loop mujoco_learning continuing mario_env mario_loop mario_learning seeds distributed
+BENCHMARKS := stepping loop learning scaling cage2_workflows speed
 
 $(VENV)/.ready: requirements.txt
 	$(PYTHON) -m venv $(VENV)

@@ -149,7 +149,8 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         require(self.batch_size % shares == 0, f"--num-minibatches {self.num_minibatches} does not divide {batch}.")
         require(self.num_envs % WORLD_SIZE == 0, f"{WORLD_SIZE} processes cannot share {batch} evenly.")
         require(self.norm_adv != "minibatch" or self.batch_size > shares, "A minibatch of 1 needs --norm-adv none.")
-        require(min(self.hidden_sizes, default=0) > 0, "--hidden-sizes must be one or more positive widths.")
+        widths = self.hidden_sizes and all(1 <= size <= 1e5 for size in self.hidden_sizes)
+        require(widths, "--hidden-sizes must be one or more widths from 1 to 1e5.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         require(self.gamma < 1 or raw_rewards, "--gamma 1 makes values infinite; try --average-reward-rate 0.1.")
         require(not (raw_rewards and self.norm_reward), "Time-scaled and average rewards need --no-norm-reward.")
@@ -344,7 +345,8 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
 def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
     """One environment. A wrapper that is put around it here acts in training, evaluation and play."""
     kwargs: Any = {"render_mode": render_mode} if render_mode else {}  # not every environment takes the argument
-    return gym.make(args.env_id, max_episode_steps=args.reset_steps, **kwargs)
+    env = gym.make(args.env_id, max_episode_steps=args.reset_steps, **kwargs)
+    return env
 
 
 def make_envs(args: Args, num_envs: int, statistics: Any = None, render_mode: str | None = None) -> Any:
@@ -594,7 +596,9 @@ def train(args: Args) -> dict[str, Any]:
                 print("global_step", *record, sep=",", file=log)
             print(run.global_step, *record.values(), sep=",", file=log, flush=True)
             run.csv_size = log.tell()
-            start, end = ("\r\033[K", "") if sys.stdout.isatty() else ("", "\n")  # a terminal has one line, overwritten
+            start, end = (
+                ("\r\033[K", "") if sys.stdout and sys.stdout.isatty() else ("", "\n")
+            )  # a terminal has one line, overwritten
             minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
             line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
             line += f"evaluation {run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}, {minutes:.1f} min left"
@@ -643,8 +647,8 @@ def open_run(args: Args) -> tuple[Path, Any, Any]:
     is_new = checkpoint is not None or not (logdir / "latest.pt").exists()
     require(is_new, f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
     for key, before in checkpoint["args"].items() if checkpoint else ():
-        if key not in ("resume", "logdir") and getattr(args, key) != before:
-            print(f"--{key.replace('_', '-')} is {getattr(args, key)} from now on; it was {before}.")
+        if key not in ("resume", "logdir") and getattr(args, key, None) != before:
+            print(f"--{key.replace('_', '-')} is {getattr(args, key, None)} from now on; it was {before}.")
     return logdir, checkpoint, log
 
 
@@ -673,9 +677,9 @@ def best_of_all_runs(env_id: str, folder: Path) -> str:
     """One line that names the run with the best evaluation of a task, among all runs in a folder."""
     runs: list[tuple[float, str]] = []
     for path in folder.glob("*/best.json"):
-        with contextlib.suppress(ValueError, KeyError):  # a damaged file is no reason to end with an error
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged file is no reason to end with an error
             run = json.loads(path.read_text())
-            runs += [(run["mean_return"], run["logdir"])] if run["env_id"] == env_id else []
+            runs += [(float(run["mean_return"]), run["logdir"])] if run["env_id"] == env_id else []
     best, logdir = max(runs, default=(math.nan, None))
     return f"best of the {len(runs)} runs of {env_id} in {folder}: {best:.2f}, {logdir}"
 
@@ -698,8 +702,8 @@ def load(path: Path) -> dict[str, Any]:
             require(archive.testzip() is None, "a checksum is wrong")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
-        raise OSError(f"{path} is missing, damaged or no checkpoint: {str(error).splitlines()[0][:100]}") from None
-    fits = isinstance(state, dict) and state.get("format") == FORMAT
+        raise OSError(f"{path} is missing, damaged or no checkpoint ({type(error).__name__}).") from None
+    fits = isinstance(state, dict) and state.get("format") == FORMAT and {"args", "agent"} <= state.keys()
     require(fits, f"{path} is no checkpoint of {SCRIPT}.py, whose format is {FORMAT}.")
     return state
 
@@ -780,9 +784,17 @@ def preset(*names: str, **flags: Any) -> Args:
 
 def saved_args(checkpoint: dict[str, Any], argv: list[str]) -> dict[str, Any]:
     """The arguments in a checkpoint. A module that its env_id names is imported only if the user names it too."""
-    env_id = checkpoint["args"]["env_id"]
-    require(":" not in env_id or env_id in argv, f"{env_id} imports a module: if you trust it, add --env-id {env_id}.")
-    return {name: value for name, value in checkpoint["args"].items() if name != "resume"}
+    values = {
+        name: checkpoint["args"].get(name) for name in Args.__dataclass_fields__.keys() & checkpoint["args"].keys()
+    }
+    try:
+        env_id = Args(**values | {"resume": False}).env_id
+        require(
+            ":" not in env_id or env_id in argv, f"{env_id} imports a module: if you trust it, add --env-id {env_id}."
+        )
+    except TypeError as error:
+        raise UsageError(f"The arguments in the checkpoint are none of this script's ({error}).") from None
+    return values | {"resume": False}
 
 
 def parse_args(argv: list[str]) -> Args:

@@ -1,40 +1,44 @@
-"""What every benchmark needs: machine facts, fair interleaved rounds, results as JSON and Markdown.
+"""What every benchmark needs: facts of the machine, fair rounds, a way to train and to measure, pages under results/.
 
-A benchmark's JSON holds "machine" (see `machine_info`) and, where it compares speeds, "rows" (see `rows_of`), which
-`benchmarks.compare` reads; what else it holds is its own affair.
+There is one way to time: `interleave` measures candidates in turns, one figure a round. There is one way to run a peer:
+`in_fresh_process` calls one function of `benchmarks.peers`. There is one way to train with a script of ours: `train`
+runs its command line and returns what progress.csv logged. There is one form of page: `write_results`, and for speeds
+`publish`, which keeps the groups that a run did not measure.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import json
 import math
 import os
 import platform
-import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from envs.nes_core import library_path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "results"
-CORES = len(os.sched_getaffinity(0))
 QUICK_RESULTS = ROOT / "runs" / "bench"  # of --quick: too few rounds to be shown, enough to see that all works
+CORES = len(os.sched_getaffinity(0))
+PACKAGES = ("torch", "gymnasium", "mujoco", "numpy", "numba", "nes-py", "stable-retro", "stable-baselines3", "envpool")
 
 
-def machine_info(packages: Sequence[str] = ()) -> dict[str, Any]:
-    """Return what a reader needs to judge a measurement: CPU, cores, memory, versions, commit, date and load.
-
-    Args:
-        packages: distribution names whose versions matter here; one that is not installed is listed as None.
-    """
+# ---- the machine ----------------------------------------------------------------------------------------------------
+def machine_info() -> dict[str, Any]:
+    """What a reader needs to judge a measurement: CPU, cores, memory, versions, commit, date and load."""
 
     def version(name: str) -> str | None:
         try:
@@ -43,25 +47,27 @@ def machine_info(packages: Sequence[str] = ()) -> dict[str, Any]:
         except metadata.PackageNotFoundError:
             return None
 
-    def git(*arguments: str) -> str:
-        if shutil.which("git") is None:
-            return ""
-        done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=False)
-        return done.stdout.strip()
-
     return {
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
         "cpu": cpu_model(),
         "cores": CORES,
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "load_average": [round(load, 2) for load in os.getloadavg()],
-        "platform": platform.platform(),
+        "load_average": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
-        "packages": {name: version(name) for name in packages},
-        "commit": git("rev-parse", "--short", "HEAD") or None,
-        # of what was measured: results are written as they come
-        "uncommitted_changes": bool(git("status", "--porcelain", "--untracked-files=no", "--", ":(exclude)results")),
+        "packages": {name: version(name) for name in PACKAGES},
+        "commit": commit_of(ROOT),
     }
+
+
+def commit_of(checkout: Path) -> str:
+    """The commit of a checkout, with a + if what is measured (not results/) has changes that are not in it."""
+
+    def git(*words: str) -> str:
+        done = subprocess.run(["git", *words], cwd=checkout, capture_output=True, text=True, check=False)
+        return done.stdout.strip()
+
+    changes = git("status", "--porcelain", "--untracked-files=no", "--", ":(exclude)results")
+    return git("rev-parse", "--short", "HEAD") + "+" * bool(changes)
 
 
 def compiled_by_make_nes_py() -> bool:
@@ -71,11 +77,24 @@ def compiled_by_make_nes_py() -> bool:
 
 
 def cpu_model() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return platform.processor()
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
+
+
+def machine_line(info: dict[str, Any]) -> str:
+    """`machine_info` as one sentence for the foot of a page; notes the load afterwards in it, once."""
+    after = info.setdefault("load_average_after", round(os.getloadavg()[0], 2))
+    versions = ", ".join(f"{name} {version}" for name, version in info["packages"].items() if version)
+    return (
+        f"{info['date']}, commit {info['commit']}, {info['cores']} cores of {info['cpu']}, {info['memory_gib']} GiB, "
+        f"Python {info['python']}, {versions}; load average {info['load_average']} before, {after} after.\n"
+    )
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+def parser_of(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the module's docstring as help."""
+    return argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
 def at_least_one(text: str) -> int:
@@ -96,97 +115,131 @@ def positive_seconds(text: str) -> float:
     raise argparse.ArgumentTypeError(f"must be a positive number of seconds, not {text}")
 
 
+def installed(package: str) -> bool:
+    """Whether a peer can be imported; says so if not."""
+    if find_spec(package) is None:
+        print(f"{package} is not installed: left out")
+        return False
+    return True
+
+
+# ---- measuring ------------------------------------------------------------------------------------------------------
 def interleave(candidates: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, list[float]]:
     """Measure the candidates in turn, `rounds` times over, so that a busy moment of the machine hits all.
 
-    Args:
-        candidates: name -> function that measures once and returns the figure (steps per second, say). Build
-            and warm up what is measured before, not inside.
-        rounds: how often. Each round begins with the next candidate, so that none always comes first.
-
-    Returns:
-        name -> the `rounds` figures, in order; figures of one round belong together (see `median_ratio`).
+    Each candidate measures once and returns its figure (steps per second, say); it is built and warm already. Every
+    round begins with the next candidate, so that none always comes first. Returns name -> the figures of the rounds;
+    those of one round belong together (see `median_ratio`).
     """
     figures: dict[str, list[float]] = {name: [] for name in candidates}
     names = list(candidates)
-    for round_index in range(rounds):
-        shift = round_index % len(names)
+    for i in range(rounds):
+        shift = i % len(names)
         for name in names[shift:] + names[:shift]:
             figures[name].append(candidates[name]())
     return figures
 
 
-def in_fresh_process(benchmark: str, *arguments: object) -> dict[str, Any]:
-    """Run `python -m benchmarks.{benchmark} --one ...arguments` and return what its last line says, as JSON.
+CALL = """
+import importlib, json, sys
+module, name, arguments = sys.argv[1:]
+print(json.dumps(getattr(importlib.import_module(module), name)(**json.loads(arguments))))
+"""
 
-    Raises RuntimeError with the end of its standard error if it fails.
-    """
-    command = [sys.executable, "-m", f"benchmarks.{benchmark}", "--one", *map(str, arguments)]
+
+def in_fresh_process(function: Callable[..., Any], **arguments: Any) -> Any:
+    """`function(**arguments)` in a process of its own; what goes in and comes out is JSON. Raises RuntimeError with
+    the end of its standard error if it fails."""
+    module = function.__module__
+    if module == "__main__":
+        module = sys.modules["__main__"].__spec__.name  # type: ignore[union-attr]
+    command = [sys.executable, "-c", CALL, module, function.__name__, json.dumps(arguments)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        raise RuntimeError(f"{module}.{function.__name__}({arguments}) failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def train_to_the_end(script: Any, args: Any) -> dict[str, Any]:
-    """`script.train(args)`. It ends cleanly at a signal, which was meant for all of this program: so does that."""
-    result: dict[str, Any] = script.train(args)
-    if result["signal"]:
-        sys.exit(128 + result["signal"])
-    return result
+def train(
+    script: str, flags: Sequence[str], checkout: Path = ROOT, ranks: int = 1, anew: bool = False
+) -> dict[str, np.ndarray]:
+    """Train in a folder that goes away afterwards, with nothing compiled before if `anew`; returns the columns of its
+    progress.csv. It evaluates one episode, at the end. Raises RuntimeError if the run fails."""
+    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, *launch, script, *flags, "--logdir", f"{folder}/run",
+                   "--eval-every", "0", "--eval-episodes", "1", "--save-every", "0"]  # fmt: skip
+        environment = os.environ | ({"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache"} if anew else {})
+        done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
+        old_form = Path(folder, "run", "timing.csv")  # before November 2026
+        return read_csv(old_form if old_form.exists() else Path(folder, "run", "progress.csv"))
 
 
-def rows_of(group: str, figures: dict[str, list[float]], peers: Collection[str]) -> list[dict[str, Any]]:
-    """Return the rows that `benchmarks.compare` reads: one for each candidate, with the figures of all rounds.
-
-    Args:
-        group: what was measured; only candidates of one group, which took turns, are set in proportion.
-        figures: what `interleave` returned; more must be better.
-        peers: those of the candidates that are not ours: the measure that ours are held against.
-    """
-    return [{"group": group, "name": name, "peer": name in peers, "rounds": rounds} for name, rounds in figures.items()]
-
-
-def summary(figures: Sequence[float]) -> dict[str, float]:
-    """Return median, minimum and maximum of one candidate's figures, and how many there are."""
-    return {
-        "median": statistics.median(figures),
-        "min": min(figures),
-        "max": max(figures),
-        "rounds": len(figures),
-    }
+def read_csv(path: Path) -> dict[str, np.ndarray]:
+    """The columns of a log, (rows,) each; {} if it has no complete row."""
+    with open(path) as file:
+        rows = [row for row in csv.DictReader(file) if None not in row.values()]
+    return {name: np.array([float(row[name]) for row in rows]) for name in (rows[0] if rows else [])}
 
 
 def median_ratio(figures: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the median over rounds of figure / reference: pairs of one round saw the same machine."""
+    """The median over rounds of figure / reference: pairs of one round saw the same machine."""
     return statistics.median(a / b for a, b in zip(figures, reference, strict=True))
 
 
+# ---- pages ----------------------------------------------------------------------------------------------------------
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Return a Markdown table; cells are shown as `str` shows them."""
+    """A Markdown table; cells are shown as `str` shows them."""
     lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(str(cell) for cell in line) + " |" for line in lines) + "\n"
 
 
-def machine_line(info: dict[str, Any], verb: str = "Measured") -> str:
-    """Return `machine_info` as one sentence for the foot of a Markdown page, and note the load afterwards in it, once.
-
-    Args:
-        verb: "Page written" for a page of what was measured earlier, about whose load this one says nothing.
-    """
-    info.setdefault("load_average_after", [round(load, 2) for load in os.getloadavg()])
-    versions = ", ".join(f"{name} {version}" for name, version in info["packages"].items() if version)
-    changes = " with uncommitted changes" if info["uncommitted_changes"] else ""
-    load = f"; load average {info['load_average'][0]} before, {info['load_average_after'][0]} after"
-    return (
-        f"{verb} {info['date']} at commit {info['commit']}{changes} on {info['cores']} cores of {info['cpu']}, "
-        f"{info['memory_gib']} GiB, Python {info['python']}, {versions}{load if verb == 'Measured' else ''}.\n"
-    )
-
-
-def write_results(name: str, data: dict[str, Any], markdown: str, folder: Path = RESULTS) -> None:
-    """Write `data` to `folder/name.json` and `markdown` to `folder/name.md`, and print the latter."""
+def write_results(name: str, data: dict[str, Any], markdown: str, quick: bool) -> Path:
+    """Write name.json and name.md into results/, or of a quick trial into runs/bench/, print the latter; returns the
+    folder."""
+    folder = QUICK_RESULTS if quick else RESULTS
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n")
     (folder / f"{name}.md").write_text(markdown)
     print(markdown)
+    return folder
+
+
+def stored(name: str, quick: bool) -> dict[str, Any]:
+    """What `write_results` wrote under this name before, or {}."""
+    path = (QUICK_RESULTS if quick else RESULTS) / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else {}
+
+
+def publish(
+    name: str, title: str, group: str, figures: dict[str, list[float]], references: Sequence[str],
+    info: dict[str, Any], quick: bool, note: str = "",
+) -> None:  # fmt: skip
+    """Put the speeds of a group, which took turns, into results/name.json, and write the page of all its groups.
+
+    Args:
+        title: first line of the page, and the text below it.
+        figures: what `interleave` returned, environment steps per second.
+        references: candidates of the group that the others are shown in proportion to.
+        info: `machine_info` of before the measurement.
+        note: a sentence below the group's table.
+    """
+    groups = stored(name, quick).get("groups", {})
+    line = machine_line(info)
+    groups[group] = {"machine": info, "references": list(references), "note": note, "rounds": figures}
+    page = f"# {title}\n\nEnvironment steps per second, medians of rounds in which the candidates took turns; ratios "
+    page += "are medians of the rounds' ratios.\n"
+    for heading, one in groups.items():
+        rounds, shown = one["rounds"], [reference for reference in one["references"] if reference in one["rounds"]]
+        rows = [
+            [candidate, f"{statistics.median(values):,.0f}", f"{min(values):,.0f} - {max(values):,.0f}",
+             *(f"{median_ratio(values, rounds[reference]):.2f}" for reference in shown)]
+            for candidate, values in rounds.items()
+        ]  # fmt: skip
+        header = ["", "steps/s", "min - max", *(f"x {reference}" for reference in shown)]
+        line = machine_line(one["machine"])
+        page += f"\n## {heading}\n\n{markdown_table(header, rows)}\n{one['note']}{' ' * bool(one['note'])}"
+        page += f"{len(next(iter(rounds.values())))} rounds. {line}"
+    write_results(name, {"groups": groups}, page, quick)

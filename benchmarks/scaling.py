@@ -2,7 +2,6 @@
 
     python -m benchmarks.scaling            # 1 to 4,096 environments, three rounds: about ten minutes
     python -m benchmarks.scaling --quick    # a few counts, two short rounds
-    python -m benchmarks.scaling --report   # measure nothing, write page and figure from the JSON of the last run
 
 Each measurement is a process of its own, which builds the environments, steps them with random actions (episodes end
 and begin anew), and then adds up the memory of itself and its workers. All take turns, round after round. "Memory" is
@@ -10,14 +9,14 @@ what they wrote (anonymous and shared memory, each page counted once however man
 programs and libraries. "Peak" is the sum of each process's largest resident set (VmHWM), code included, in which pages
 that processes share count for each of them. Linux only, for it reads /proc.
 
-The cost of a step is the CPU time that the process and its workers spend on it, which a busy machine changes least. All
-speeds on the page are steps per second of it; the JSON keeps wall-clock times as well. The cost grows no faster than
-linearly in N if one environment's share of it does not grow: the table names the N at which that share is largest,
-compared to the smallest at fewer environments. A cost that is quadratic in N doubles there with every doubling of N.
+The cost of a step is the CPU time that the process and its workers spend on it, which a busy machine changes least. It
+grows no faster than linearly in N if one environment's share of it does not grow: the table names the N at which that
+share is largest, compared to the smallest at fewer environments. A cost that is quadratic in N doubles there with every
+doubling of N.
 """
 
-import argparse
-import json
+from __future__ import annotations
+
 import os
 import re
 import time
@@ -27,20 +26,19 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import matplotlib.figure
 import numpy as np
 from gymnasium.vector import AutoresetMode, SyncVectorEnv, VectorEnv
 
 from benchmarks.common import (
     CORES,
-    QUICK_RESULTS,
-    RESULTS,
     at_least_one,
     in_fresh_process,
     interleave,
     machine_info,
     machine_line,
     markdown_table,
-    rows_of,
+    parser_of,
     write_results,
 )
 from envs.cage2 import Cage2VecEnv
@@ -52,14 +50,19 @@ COUNTS = (1, 4, 16, 64, 256, 1024, 4096)
 WORKERS = (1, 2, 4, 8)  # tried with NUM_ENVS_OF_WORKERS environments, where there are workers
 NUM_ENVS_OF_WORKERS = 64
 TOLERANCE = 1.25  # a cost per environment that grows by less is noise, or a cache that is full
-PEER = "SyncVectorEnv, CartPole-v1"
 
 
 def subproc(env_fn: Callable[[], gym.Env], num_envs: int, workers: int) -> VectorEnv:
-    return SubprocVecEnv([env_fn] * num_envs, workers, autoreset_mode="SameStep", episode_statistics=True)
+    return SubprocVecEnv([env_fn] * num_envs, workers, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 CARTPOLE = partial(gym.make, "CartPole-v1")
+
+
+def sync(num_envs: int, workers: int) -> VectorEnv:
+    return SyncVectorEnv([CARTPOLE] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP)
+
+
 MARIO_COUNTS = {"fceumm": (1, 4, 16, 64, 256), "nes_py": (1, 4, 16)}
 # name -> (how to build num_envs of it with so many workers, the counts, whether it has workers)
 KINDS: dict[str, tuple[Callable[[int, int], VectorEnv], tuple[int, ...], bool]] = {
@@ -69,8 +72,7 @@ KINDS: dict[str, tuple[Callable[[int, int], VectorEnv], tuple[int, ...], bool]] 
     "MujocoBatchVecEnv, HalfCheetah-v5": (
         lambda num_envs, workers: MujocoBatchVecEnv("HalfCheetah-v5", num_envs, workers), COUNTS, True),
     "SubprocVecEnv, CartPole-v1": (partial(subproc, CARTPOLE), COUNTS, True),
-    PEER: (lambda num_envs, _: SyncVectorEnv([CARTPOLE] * num_envs, autoreset_mode=AutoresetMode.SAME_STEP),
-           COUNTS, False),
+    "SyncVectorEnv, CartPole-v1": (sync, COUNTS, False),
     **{f"SubprocVecEnv, Mario on {backend}": (partial(subproc, partial(MarioEnv, "1-1", backend)), counts, False)
        for backend, counts in MARIO_COUNTS.items() if backend in available_backends()},
 }  # fmt: skip
@@ -132,8 +134,6 @@ def measure(kind: str, num_envs: int, workers: int, seconds: float) -> dict[str,
 def growth(counts: list[int], steps_per_cpu_second: list[float]) -> dict[str, Any]:
     """How the cost of a step grows: the exponent of a power law fitted from 16 environments on, and the largest rise
     of the cost per environment over the lowest at fewer environments, with the count where it is."""
-    from scipy import stats
-
     costs = 1 / np.array(steps_per_cpu_second)  # seconds for one environment's step
     rises = costs[1:] / np.minimum.accumulate(costs)[:-1]
     worst = int(np.argmax(rises))
@@ -141,7 +141,7 @@ def growth(counts: list[int], steps_per_cpu_second: list[float]) -> dict[str, An
     exponent = None
     if many.sum() > 1:
         seconds = np.array(counts)[many] * costs[many]  # for a step of all
-        exponent = float(stats.linregress(np.log(np.array(counts)[many]), np.log(seconds)).slope)
+        exponent = float(np.polyfit(np.log(np.array(counts)[many]), np.log(seconds), 1)[0])
     return {"exponent": exponent, "rise": float(rises[worst]), "at": counts[worst + 1]}
 
 
@@ -159,8 +159,6 @@ def lines_of(data: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 def draw(data: dict[str, Any], path: Path) -> None:
     """Steps per CPU second and memory over the number of environments."""
-    import matplotlib.figure
-
     figure = matplotlib.figure.Figure(figsize=(12, 5.2), layout="constrained")
     labels = {"steps_per_cpu_second": "environment steps per CPU second", "memory_mib": "memory, MiB"}
     for axis, (key, label) in zip(figure.subplots(1, 2), labels.items(), strict=True):
@@ -170,39 +168,6 @@ def draw(data: dict[str, Any], path: Path) -> None:
         axis.grid(alpha=0.3)
     figure.legend(*figure.axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=4, fontsize=8)
     figure.savefig(path, dpi=100)
-
-
-def run_all(quick: bool, rounds: int, seconds: float) -> dict[str, Any]:
-    """Measure everything in turns; returns what the JSON file keeps."""
-    info = machine_info(["gymnasium", "mujoco", "numpy", "numba", "nes-py", "stable-retro"])
-    wanted: list[tuple[str, int, int]] = []  # kind, environments, workers (0: it has none to choose)
-    for kind, (_, counts, has_workers) in KINDS.items():
-        counts = tuple(count for count in counts if count in (4, 16, 1024)) if quick else counts
-        wanted += [(kind, count, CORES if has_workers or "Mario" in kind else 0) for count in counts]
-        if has_workers and not quick:
-            wanted += [(kind, NUM_ENVS_OF_WORKERS, workers) for workers in WORKERS if workers != CORES]
-    measured: dict[tuple[str, int, int], list[dict[str, float]]] = {key: [] for key in wanted}
-
-    def speed(key: tuple[str, int, int]) -> float:
-        measured[key].append(in_fresh_process("scaling", *key, seconds))
-        return measured[key][-1]["steps_per_cpu_second"]
-
-    figures = interleave({str(key): partial(speed, key) for key in wanted}, rounds)
-    data: dict[str, Any] = {"machine": info, "rounds": rounds, "rows": [], "points": [], "fits": {}}
-    for key in wanted:
-        medians = {name: float(np.median([one[name] for one in measured[key]])) for name in measured[key][0]}
-        data["points"].append({"kind": key[0], "num_envs": key[1], "workers": key[2], **medians,
-                               "rounds": figures[str(key)]})  # fmt: skip
-    for kind, line in lines_of(data).items():
-        numbers = [p["num_envs"] for p in line]
-        data["fits"][kind] = growth(numbers, [p["steps_per_cpu_second"] for p in line]) | {
-            "kib_per_environment": kib_per_environment(numbers, [p["memory_mib"] for p in line])
-        }
-    for count in dict.fromkeys(p["num_envs"] for p in data["points"]):
-        together = {p["kind"]: p["rounds"] for line in lines_of(data).values() for p in line if p["num_envs"] == count}
-        data["rows"] += rows_of(f"{count:,} environments, steps per CPU second", together, [PEER])
-    data["measured"] = machine_line(info)
-    return data
 
 
 def page_of(data: dict[str, Any]) -> str:
@@ -224,30 +189,43 @@ def page_of(data: dict[str, Any]) -> str:
     rows = [[p["kind"], f"{p['num_envs']:,}", p["workers"] or "", f"{p['steps_per_cpu_second']:,.0f}",
              f"{p['memory_mib']:,.0f}", f"{p['shared_mib']:,.1f}", f"{p['peak_mib']:,.0f}"]
             for p in data["points"]]  # fmt: skip
-    return page + markdown_table(header, rows) + "\n" + data["measured"]
+    return page + markdown_table(header, rows)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="a few counts, two rounds of 0.2 s")
-    parser.add_argument("--report", action="store_true", help="only write page and figure anew")
+    parser = parser_of(__doc__)
+    parser.add_argument("--quick", action="store_true", help="a few counts, two rounds of 0.2 s, into runs/bench")
     parser.add_argument("--rounds", type=at_least_one, default=3)
     parser.add_argument("--seconds", type=float, default=1.0, help="length of one measurement")
-    parser.add_argument("--one", nargs=4, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.one:
-        kind, num_envs, workers, seconds = options.one
-        print(json.dumps(measure(kind, int(num_envs), int(workers), float(seconds))))
-        return
-    if options.quick:
-        options.rounds, options.seconds = 2, 0.2
-    folder = QUICK_RESULTS if options.quick else RESULTS
-    if options.report:
-        data = json.loads((folder / "scaling.json").read_text())
-    else:
-        data = run_all(options.quick, options.rounds, options.seconds)
-    write_results("scaling", data, page_of(data), folder)
-    draw(data, folder / "scaling.png")
+    rounds, seconds = (2, 0.2) if options.quick else (options.rounds, options.seconds)
+    info = machine_info()
+    wanted: list[tuple[str, int, int]] = []  # kind, environments, workers (0: it has none to choose)
+    for kind, (_, counts, has_workers) in KINDS.items():
+        counts = tuple(count for count in counts if count in (4, 16, 1024)) if options.quick else counts
+        wanted += [(kind, count, CORES if has_workers or "Mario" in kind else 0) for count in counts]
+        if has_workers and not options.quick:
+            wanted += [(kind, NUM_ENVS_OF_WORKERS, workers) for workers in WORKERS if workers != CORES]
+    measured: dict[tuple[str, int, int], list[dict[str, float]]] = {key: [] for key in wanted}
+
+    def speed(key: tuple[str, int, int]) -> float:
+        kind, num_envs, workers = key
+        measured[key].append(in_fresh_process(measure, kind=kind, num_envs=num_envs, workers=workers, seconds=seconds))
+        return measured[key][-1]["steps_per_cpu_second"]
+
+    interleave({str(key): partial(speed, key) for key in wanted}, rounds)
+    data: dict[str, Any] = {"machine": info, "rounds": rounds, "points": [], "fits": {}}
+    for kind, num_envs, workers in wanted:
+        found = measured[kind, num_envs, workers]
+        medians = {name: float(np.median([one[name] for one in found])) for name in found[0]}
+        data["points"].append({"kind": kind, "num_envs": num_envs, "workers": workers, **medians})
+    for kind, line in lines_of(data).items():
+        numbers = [p["num_envs"] for p in line]
+        data["fits"][kind] = growth(numbers, [p["steps_per_cpu_second"] for p in line]) | {
+            "kib_per_environment": kib_per_environment(numbers, [p["memory_mib"] for p in line])
+        }
+    page = page_of(data) + "\n" + machine_line(info)
+    draw(data, write_results("scaling", data, page, options.quick) / "scaling.png")
 
 
 if __name__ == "__main__":

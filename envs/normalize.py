@@ -51,7 +51,7 @@ class RunningMeanStd:
         return finite
 
     def get_state(self) -> dict[str, Any]:
-        return {"mean": np.array(self.mean), "var": np.array(self.var), "count": self.count}
+        return {"mean": np.array(self.mean), "var": np.array(self.var), "count": float(self.count)}
 
     def set_state(self, state: dict[str, Any]) -> None:
         self.mean, self.var, self.count = np.array(state["mean"]), np.array(state["var"]), float(state["count"])

@@ -3,20 +3,24 @@
     pytest                          # on every ppo_*.py of the repository
     pytest --script my_idea.py      # on a copy that you changed; repeat --script for more of them
 
-A test that asks for `script` runs once per script and uses only what all scripts have: `compute_gae`, `ppo_loss`,
-`normalize_advantages`, `explained_variance`, `Agent`, `Args`. A test that asks for `continuous` runs on
-ppo_continuous_mujoco.py and its copies, which are known by what their checkpoints say (`FORMAT`).
+A test that asks for `script` runs once per script and uses only what all scripts have. A test that asks for
+`continuous`, `mario` or `cage2` runs on that script and its copies, which are known by what their checkpoints say
+(`FORMAT`); what distribution a policy is, is known by its action space.
 """
 
 from __future__ import annotations
 
+import csv
 import dataclasses
 import importlib.util
 import itertools
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -27,14 +31,18 @@ import numpy as np
 import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import tests.known_values  # noqa: F401  (registers KnownValues-v0, Target-v0 and Poison-v0)
+from envs.mario import available_backends
 
 ROOT = Path(__file__).resolve().parent.parent
 
 # Equal runs give equal verdicts.
 hypothesis.settings.register_profile("default", derandomize=True, deadline=None, database=None)
 hypothesis.settings.load_profile("default")
+
+can_compile = pytest.mark.skipif(" " in torch.__file__, reason="torch cannot compile where its path has a space")
 
 # (observation space, action space) of one environment, as small as each script's agent allows.
 SPACES: dict[str, tuple[Box, Box | Discrete]] = {
@@ -43,8 +51,22 @@ SPACES: dict[str, tuple[Box, Box | Discrete]] = {
     "ppo_atari_mario": (Box(0, 255, (3, 64, 64), np.uint8), Discrete(7)),
 }
 
+FASTEST_EMULATOR = "fceumm" if "fceumm" in available_backends() else "nes_py"
 
-can_compile = pytest.mark.skipif(" " in torch.__file__, reason="torch cannot compile where its path has a space")
+# Arguments of a run that takes a second or less: three updates.
+COMMON: dict[str, Any] = {"num_minibatches": 2, "update_epochs": 2, "eval_every": 0, "eval_episodes": 2,
+                          "save_every": 0, "compile": False, "num_workers": 1}  # fmt: skip
+TINY: dict[str, dict[str, Any]] = {
+    "ppo_continuous_mujoco": {"env_id": "TwoQueue-v0", "num_envs": 4, "num_steps": 16, "total_timesteps": 192,
+                              "reset_steps": 10, "hidden_sizes": (8, 8)},
+    "ppo_cage2_parallel": {"num_envs": 4, "num_steps": 25, "total_timesteps": 300, "max_steps": 20,
+                           "hidden_sizes": (8, 8)},
+    "ppo_atari_mario": {"num_envs": 2, "num_steps": 8, "total_timesteps": 48, "reset_steps": 10, "noop_max": 3,
+                        "minibatch_growth": 2, "feature_dim": 16, "backend": FASTEST_EMULATOR},
+}  # fmt: skip
+
+
+# ---- scripts --------------------------------------------------------------------------------------------------------
 
 
 def script_paths(config: pytest.Config) -> list[Path]:
@@ -56,23 +78,25 @@ def script_paths(config: pytest.Config) -> list[Path]:
     return paths
 
 
-def domain(path: Path) -> str:
-    """The script that `path` is, or is a copy of: the name before the slash of its FORMAT."""
-    found = re.search(r'^FORMAT = "(\w+)/\d+"', path.read_text(), re.MULTILINE)
+def domain(script: Path | ModuleType) -> str:
+    """The script that this is, or is a copy of: the name before the slash of its FORMAT."""
+    path = script if isinstance(script, Path) else Path(str(script.__file__))
+    found = re.search(r'^(?:\w+, )?FORMAT = .*"(\w+)/\d+"', path.read_text(), re.MULTILINE)
     if found is None:
         raise pytest.UsageError(f'{path} has no line FORMAT = "name/version", so the tests cannot tell its domain.')
     return found[1]
 
 
+# Fixtures that are scripts, and which of them.
+SCRIPTS = {"script": "", "continuous": "ppo_continuous_mujoco", "cage2": "ppo_cage2_parallel",
+           "mario": "ppo_atari_mario"}  # fmt: skip
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "script_path" in metafunc.fixturenames:
-        paths = script_paths(metafunc.config)
-        if "continuous" in metafunc.fixturenames:
-            paths = [path for path in paths if domain(path) == "ppo_continuous_mujoco"]
-        metafunc.parametrize("script_path", paths, ids=lambda path: path.stem, scope="session")
-    if "cage2_path" in metafunc.fixturenames:
-        paths = [path for path in script_paths(metafunc.config) if domain(path) == "ppo_cage2_parallel"]
-        metafunc.parametrize("cage2_path", paths, ids=lambda path: path.stem, scope="session")
+    for fixture, name in SCRIPTS.items():
+        if fixture in metafunc.fixturenames:
+            paths = [path for path in script_paths(metafunc.config) if domain(path).startswith(name)]
+            metafunc.parametrize(fixture, paths, ids=lambda path: path.stem, indirect=True, scope="session")
 
 
 _loaded: dict[Path, ModuleType] = {}
@@ -92,35 +116,37 @@ def load_script(path: Path) -> ModuleType:
     return _loaded[path]
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    """A copy of Mario's script stands where its tests import the original."""
-    for path in script_paths(config) if config.getoption("--script") else []:
-        if domain(path) == "ppo_atari_mario":
-            sys.modules["ppo_atari_mario"] = load_script(path)
-
-
 @pytest.fixture(scope="session")
-def script(script_path: Path) -> ModuleType:
+def script(request: pytest.FixtureRequest) -> ModuleType:
     """Each script under test."""
-    return load_script(script_path)
+    return load_script(request.param)
 
 
 @pytest.fixture(scope="session")
-def continuous(script_path: Path) -> ModuleType:
+def continuous(request: pytest.FixtureRequest) -> ModuleType:
     """ppo_continuous_mujoco.py, or the copies of it named by --script."""
-    return load_script(script_path)
+    return load_script(request.param)
 
 
 @pytest.fixture(scope="session")
-def cage2(cage2_path: Path) -> ModuleType:
+def cage2(request: pytest.FixtureRequest) -> ModuleType:
     """ppo_cage2_parallel.py, or the copies of it named by --script."""
-    return load_script(cage2_path)
+    return load_script(request.param)
+
+
+@pytest.fixture(scope="session")
+def mario(request: pytest.FixtureRequest) -> ModuleType:
+    """ppo_atari_mario.py, or the copies of it named by --script."""
+    return load_script(request.param)
 
 
 def with_args(script: ModuleType, **values: Any) -> Any:
     """The script's Args with those of `values` that it has: scripts differ in a few names."""
     known = {field.name for field in dataclasses.fields(script.Args)}
     return script.Args(**{name: value for name, value in values.items() if name in known})
+
+
+# ---- agents and batches ---------------------------------------------------------------------------------------------
 
 
 @dataclasses.dataclass
@@ -135,7 +161,7 @@ class Sample:
 
 def make_sample(script: ModuleType, batch_size: int = 16, seed: int = 0, **values: Any) -> Sample:
     """A fresh agent of `script`, `batch_size` observations, and actions that the agent sampled for them."""
-    observation_space, action_space = SPACES[domain(Path(str(script.__file__)))]
+    observation_space, action_space = SPACES[domain(script)]
     args = with_args(script, **{"amp": False} | values)  # bfloat16 would blur the equalities
     torch.manual_seed(seed)
     vec_env = SimpleNamespace(single_observation_space=observation_space, single_action_space=action_space)
@@ -146,32 +172,46 @@ def make_sample(script: ModuleType, batch_size: int = 16, seed: int = 0, **value
     else:
         obs = torch.from_numpy(rng.normal(size=(batch_size, *observation_space.shape)).astype(np.float32))
     with torch.no_grad():
-        actions = agent.get_action_and_value(obs)[0]
+        actions = agent.policy(obs).sample()
     return Sample(agent, obs, actions, args)
 
 
+def make_batch(script: ModuleType, **tensors: torch.Tensor) -> Any:
+    """The script's Batch of these tensors; those that it has besides, of a copy's own, are zeros."""
+    zeros = torch.zeros(len(tensors["obs"]))
+    return script.Batch(**{name: tensors.get(name, zeros) for name in script.Batch._fields})
+
+
+def flat(agent: Any, learning_rate: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """All weights of the agent in one vector, of which its parameters are views from now on, and Adam's state."""
+    weights = parameters_to_vector(agent.parameters()).detach()
+    vector_to_parameters(weights, agent.parameters())
+    adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": torch.zeros(())}
+    return weights, adam | {"learning_rate": torch.full_like(weights, learning_rate)}
+
+
+# ---- runs -----------------------------------------------------------------------------------------------------------
+
+
 def tiny_args(script: ModuleType, logdir: Path, **values: Any) -> Any:
-    """Arguments of a run of the continuous script that takes about a second: three updates of 4 x 16 steps."""
-    tiny: dict[str, Any] = {
-        "env_id": "TwoQueue-v0", "logdir": str(logdir), "total_timesteps": 192, "num_envs": 4, "num_steps": 16,
-        "num_minibatches": 2, "update_epochs": 2, "reset_steps": 10, "eval_every": 0, "eval_episodes": 2,
-        "save_every": 0, "compile": False, "hidden_sizes": (8, 8), "num_workers": 1,
-    }  # fmt: skip
-    return script.Args(**(tiny | values))
+    """Arguments of a run that takes about a second: three updates."""
+    return script.Args(**COMMON | TINY[domain(script)] | {"logdir": str(logdir)} | values)
 
 
-@pytest.fixture
-def run_tiny(continuous: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
-    """Train with `tiny_args`, each time in a new folder (or `logdir`); curves.png, nine tenths of the time of so
-    short a run, is not drawn (test_a_run_leaves_the_files_it_promises draws it)."""
-    monkeypatch.setattr(continuous, "plot_curves", lambda logdir: None)
+def tiny_runner(script: ModuleType, folder: Path) -> Callable[..., dict[str, Any]]:
+    """A function that trains with `tiny_args`, each time in a new folder, or in `logdir`."""
     number = itertools.count()
 
     def run(**values: Any) -> dict[str, Any]:
-        logdir = Path(values.pop("logdir", tmp_path / f"run{next(number)}"))
-        return continuous.train(tiny_args(continuous, logdir, **values))
+        logdir = Path(values.pop("logdir", folder / f"run{next(number)}"))
+        return script.train(tiny_args(script, logdir, **values))
 
     return run
+
+
+@pytest.fixture
+def run_tiny(continuous: ModuleType, tmp_path: Path) -> Callable[..., dict[str, Any]]:
+    return tiny_runner(continuous, tmp_path)
 
 
 def weights(logdir: Path | str, checkpoint: str = "latest.pt") -> dict[str, torch.Tensor]:
@@ -179,25 +219,47 @@ def weights(logdir: Path | str, checkpoint: str = "latest.pt") -> dict[str, torc
     return torch.load(Path(logdir) / checkpoint, weights_only=True)["agent"]
 
 
-def spy(monkeypatch: pytest.MonkeyPatch, module: ModuleType, name: str) -> list[tuple[tuple[Any, ...], Any]]:
-    """(arguments, result) of every call of a function of the script, which goes on to work as before."""
+def columns(logdir: Path | str) -> dict[str, list[float]]:
+    """progress.csv."""
+    with open(Path(logdir) / "progress.csv") as stream:
+        rows = list(csv.DictReader(stream))
+    return {name: [float(row[name]) for row in rows] for name in rows[0]}
+
+
+def rows(logdir: Path) -> int:
+    """Updates logged so far."""
+    path = logdir / "progress.csv"
+    return max(path.read_bytes().count(b"\n") - 1, 0) if path.exists() else 0
+
+
+def spy(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[tuple[tuple[Any, ...], Any]]:
+    """(arguments, result) of every call of a function of the script, which goes on to work as before. Tensors among
+    them are copied, for the script goes on to change its weights in place."""
     calls: list[tuple[tuple[Any, ...], Any]] = []
     original = getattr(module, name)
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        # The loop reuses its rollout tensors and clips gradients in place, so what passes by is copied.
         copies = copied(args)
         result = original(*args, **kwargs)
         calls.append((copies, copied(result)))
         return result
 
     def copied(x: Any) -> Any:
+        if isinstance(x, tuple) and hasattr(x, "_fields"):
+            return type(x)(*map(copied, x))
         if isinstance(x, tuple | list):
             return type(x)(copied(y) for y in x)
+        if isinstance(x, dict):
+            return {key: copied(y) for key, y in x.items()}
         return x.detach().clone() if isinstance(x, torch.Tensor) else x
 
     monkeypatch.setattr(module, name, recorded)
     return calls
+
+
+def minibatches_of(calls: list[tuple[tuple[Any, ...], Any]]) -> list[Any]:
+    """The minibatches, each a Batch, that calls of `take_steps` were given."""
+    return [type(some)(*(x[i] for x in some)) for (_, _, _, _, some), _ in calls for i in range(len(some.obs))]
 
 
 def assert_same(actual: Any, expected: Any, where: str = "") -> None:
@@ -242,3 +304,51 @@ def run_program(script: ModuleType, folder: Path, *argv: str, **environment: str
     """The script as its users start it, from a folder that is not the repository's."""
     command, variables = [sys.executable, str(script.__file__), *argv], os.environ | {"PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=folder, env=variables | environment, capture_output=True, text=True, check=False)
+
+
+# ---- processes ------------------------------------------------------------------------------------------------------
+
+
+def fork(work: Callable[[], int | None], output: Path) -> int:
+    """Run `work` in a child process, its output in a file; returns the child's id. Exit code: what it returns, or 1.
+    The child has everything imported; it is a real process and dies a real death."""
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        code = work() or 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def wait(pid: int, seconds: float = 100) -> int:
+    """The exit code of a child, minus the signal if one ended it; it is killed after `seconds`, and that fails."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(pid, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.005)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    raise AssertionError(f"the child did not end within {seconds} s")
+
+
+def wait_until(pid: int, condition: Callable[[], bool], output: Path) -> None:
+    """Wait for `condition`; a child that ends before is a failure, and one that takes 100 s is killed."""
+    deadline = time.monotonic() + 100
+    while not condition():
+        if time.monotonic() > deadline:
+            os.kill(pid, signal.SIGKILL)
+        done, status = os.waitpid(pid, os.WNOHANG)
+        assert not done, (status, output.read_text()[-2000:])
+        time.sleep(0.001)

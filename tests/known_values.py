@@ -135,8 +135,21 @@ class WholeNumbersEnv(PlainEnv):
     action_space = spaces.Box(-3, 3, (1,), np.int64)
 
 
+class DictEnv(KnownValuesEnv):
+    """KnownValues-v0 whose observation is a dict of two."""
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        super().__init__(render_mode)
+        box = spaces.Box(-np.inf, np.inf, (1,), np.float32)
+        self.observation_space: Any = spaces.Dict({"k": box, "pair": spaces.Box(-np.inf, np.inf, (2,), np.float32)})
+
+    def observe(self) -> Any:
+        k = self.state.astype(np.float32)
+        return {"k": k, "pair": np.append(k, -k)}
+
+
 CLASSES = {"KnownValues": KnownValuesEnv, "Target": TargetEnv, "Poison": PoisonEnv, "Plain": PlainEnv,
-           "WholeNumbers": WholeNumbersEnv}  # fmt: skip
+           "WholeNumbers": WholeNumbersEnv, "Dict": DictEnv}  # fmt: skip
 for _name, _class in CLASSES.items():
     gymnasium.register(f"{_name}-v0", entry_point=_class)
 for _what in ("reward", "obs"):

@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable
-from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import gymnasium as gym
@@ -18,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import spy, with_args
+from tests.conftest import columns, make_batch, minibatches_of, spy, with_args
 from tests.known_values import SmallEnv
-from tests.test_ppo_math import column, gae, table_loss
+from tests.test_ppo_math import FakeAgent, column, gae, table_loss
 
 Run = Callable[..., dict[str, Any]]
 
@@ -80,13 +79,13 @@ def test_interleaved_order_and_minibatches_of_the_example(
 ) -> None:
     """Flattening (steps, envs) puts the environments side by side: s0e0, s0e1, s1e0, ... Of that the example's
     permutation makes two minibatches."""
-    gae_calls, calls = spy(monkeypatch, continuous, "compute_gae"), spy(monkeypatch, continuous, "ppo_gradients")
+    gae_calls, calls = spy(monkeypatch, continuous, "compute_gae"), spy(monkeypatch, continuous, "take_steps")
     monkeypatch.setattr(torch, "randperm", lambda n, device: torch.tensor([2, 1, 5, 4, 3, 0]))
     sizes = {"num_envs": 2, "num_steps": 3, "num_minibatches": 2, "total_timesteps": 6, "update_epochs": 1}
-    run_tiny(env_id="Target-v0", vec_env="sync", norm_adv=False, **sizes)
+    run_tiny(env_id="Target-v0", norm_adv="none", **sizes)
     ((_, (advantages, _)),) = gae_calls
     names = {float(advantages[t, n]): f"s{t}e{n}" for t in range(3) for n in range(2)}
-    minibatches = [[names[x] for x in minibatch[4].tolist()] for (_, minibatch, _), _ in calls]
+    minibatches = [[names[x] for x in minibatch.advantages.tolist()] for minibatch in minibatches_of(calls)]
     assert minibatches == [["s1e0", "s0e1", "s2e1"], ["s2e0", "s1e1", "s0e0"]]
 
 
@@ -226,25 +225,31 @@ def test_a_ten_percent_likelier_action_earns_ten_percent_of_its_advantage(script
     assert before - after == pytest.approx(0.1 * 7.0, rel=1e-5)
 
 
-class Softmax(torch.nn.Module):
-    """A policy of these logits, whatever the observation."""
+class Softmax(FakeAgent):
+    """A policy of these logits and a value of 0, whatever the observation."""
 
     def __init__(self, logits: torch.Tensor) -> None:
         super().__init__()
         self.logits = torch.nn.Parameter(logits.clone())
 
-    def get_action_and_value(self, obs: torch.Tensor, action: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return action, self.logits.log_softmax(0)[action], torch.zeros(1), torch.zeros(1)
+    def policy(self, obs: torch.Tensor) -> SimpleNamespace:
+        return SimpleNamespace(log_prob=lambda actions: self.logits.log_softmax(0)[actions], entropy=lambda: obs)
+
+    def get_value(self, obs: torch.Tensor) -> torch.Tensor:
+        return obs
 
 
 def softmax_gradient(
     script: ModuleType, logits: torch.Tensor, action: int, old_log_prob: float, advantage: float
 ) -> torch.Tensor:
     """The gradient of ppo_loss for one action of a softmax policy."""
-    agent, zero, args = Softmax(logits), torch.zeros(1), script.Args(norm_adv=False, clip_coef=0.2, ent_coef=0.0)
-    old_log_probs, advantages = logits.new_tensor([old_log_prob]), logits.new_tensor([advantage])
-    loss, _ = script.ppo_loss(agent, zero, torch.tensor([action]), old_log_probs, zero, advantages, zero, args)
-    return torch.autograd.grad(loss, agent.logits)[0]
+    agent, zero, args = Softmax(logits), logits.new_zeros(1), with_args(script, norm_adv="none", ent_coef=0.0)
+    batch = make_batch(
+        script, obs=zero, actions=torch.tensor([action]), log_probs=logits.new_tensor([old_log_prob]), values=zero,
+        advantages=logits.new_tensor([advantage]), returns=zero,
+    )  # fmt: skip
+    args.clip_coef = 0.2
+    return torch.autograd.grad(script.ppo_loss(agent, args, batch)[0], agent.logits)[0]
 
 
 def test_clipping_does_not_bound_the_policy_change(script: ModuleType) -> None:
@@ -325,39 +330,35 @@ def test_the_value_target_example(script: ModuleType) -> None:
 # ---- optimiser ------------------------------------------------------------------------------------------------------
 
 
-def descend(script: ModuleType, optimizer: str, joint: bool, target: float, max_grad_norm: float | None = 0.5) -> Any:
-    """(start, end) of an actor and a critic vector of 8 numbers each, concatenated, after 50 steps against the gradient
-    of mean(sin(actor)) + 0.5 mean((critic - target)^2): only the critic's error has the scale of `target`."""
-    start = torch.randn(16, generator=torch.Generator().manual_seed(0))
-    networks = [start.clone()] if joint else [*start.clone().split(8)]
-    moments = [(torch.zeros_like(x), torch.zeros_like(x), torch.zeros(())) for x in networks]
-    args = with_args(script, max_grad_norm=max_grad_norm)
+def descend(kind: type[torch.optim.Optimizer], joint: bool, target: float, limit: float = 0.5) -> Any:
+    """How far 50 steps take the 8 numbers of an actor that descends, beside a critic of 8 numbers, against the gradient
+    of mean(sin(actor)) + 0.5 mean((critic - target)^2): only the critic's error has the scale of `target`. Gradients
+    are clipped to `limit`: under one norm (`joint`), or the actor's and the critic's each for itself."""
+    generator = torch.Generator().manual_seed(0)
+    actor, critic = (torch.nn.Parameter(torch.randn(8, generator=generator)) for _ in range(2))
+    start, groups = actor.detach().clone(), [[actor, critic]] if joint else [[actor], [critic]]
+    optimizers = [kind(group, lr=1e-2, **{"eps": 1e-5} if kind is torch.optim.Adam else {}) for group in groups]
     for _ in range(50):
-        actor, critic = torch.cat(networks).split(8)
-        gradient = torch.cat([actor.cos(), critic - target]) / 8
-        gradients = [gradient] if joint else [*gradient.split(8)]
-        if optimizer == "Adam":
-            script.adam_step(networks, gradients, moments, [torch.tensor(1e-2)] * len(networks), args)
-        else:  # plain gradient steps, clipped alike
-            for x, g in zip(networks, gradients, strict=True):
-                x -= 1e-2 * g * (0.5 / g.norm()).clamp(max=1.0)
-    return start, torch.cat(networks)
+        actor.grad, critic.grad = actor.detach().cos() / 8, (critic.detach() - target) / 8
+        for group, optimizer in zip(groups, optimizers, strict=True):
+            torch.nn.utils.clip_grad_norm_(group, limit)
+            optimizer.step()
+    return (actor.detach() - start).norm()
 
 
-def test_parameter_groups_of_equal_learning_rate_are_one_group(script: ModuleType) -> None:
+def test_parameter_groups_of_equal_learning_rate_are_one_group() -> None:
     """So "one optimiser or two groups" cannot be what makes a policy loss small."""
-    (_, one), (_, two) = (descend(script, "Adam", joint, 10.0, max_grad_norm=None) for joint in (True, False))
+    one, two = (descend(torch.optim.Adam, joint, 10.0, limit=math.inf) for joint in (True, False))
     assert torch.equal(one, two)
 
 
-def test_joint_clipping_lets_a_large_value_error_slow_the_actor(script: ModuleType) -> None:
+def test_joint_clipping_lets_a_large_value_error_slow_the_actor() -> None:
     """Under one norm of 0.5 a large critic error scales the actor's gradient down, and a plain gradient step with it.
     Adam divides a constant factor out again, until the scaled gradients come near its epsilon. With a norm each, the
     critic's scale is no concern of either."""
-    movement: dict[tuple[str, bool, float], float] = {}
-    for name, joint, target in itertools.product(("SGD", "Adam"), (True, False), (1.0, 1000.0, 100_000.0)):
-        start, end = descend(script, name, joint, target)
-        movement[name, joint, target] = float((end - start)[:8].norm())
+    kinds: list[type[torch.optim.Optimizer]] = [torch.optim.SGD, torch.optim.Adam]
+    cases = itertools.product(kinds, (True, False), (1.0, 1000.0, 100_000.0))
+    movement = {(kind.__name__, joint, target): float(descend(kind, joint, target)) for kind, joint, target in cases}
     assert movement["SGD", True, 1000.0] < 0.05 * movement["SGD", True, 1.0]
     assert movement["Adam", True, 1000.0] > 0.8 * movement["Adam", True, 1.0]  # the factor is 0.001 there,
     assert movement["Adam", True, 100_000.0] < 0.2 * movement["Adam", True, 1.0]  # and 0.00001 here
@@ -401,10 +402,10 @@ def test_a_baseline_of_1000_under_rewards_of_990_to_1010_saves_nearly_all_varian
 
 def test_sizes_of_the_examples(script: ModuleType) -> None:
     args = script.Args(num_envs=32, num_steps=128, total_timesteps=10_000_000, num_minibatches=16, update_epochs=4)
-    assert (args.batch_size, args.minibatch_size, args.num_updates) == (4096, 256, 2441)
+    assert (args.batch_size, args.batch_size // args.num_minibatches, args.num_updates) == (4096, 256, 2441)
     assert args.num_minibatches * args.update_epochs == 64  # optimiser steps an update
     args = script.Args(num_envs=10, num_steps=32, num_minibatches=4)
-    assert (args.batch_size, args.minibatch_size) == (320, 80)
+    assert (args.batch_size, args.batch_size // args.num_minibatches) == (320, 80)
 
 
 def test_thresholds_are_crossed_where_multiples_are_missed(script: ModuleType) -> None:
@@ -430,8 +431,8 @@ def test_a_loop_over_num_updates_plus_1_overruns_the_budget(continuous: ModuleTy
     """`for update in range(num_updates + 1)` with fraction 1 - (update - 1) / n: one pass more than ours and than paid
     for, and the first learning rate is larger than asked for."""
     sizes = {"num_envs": 8, "num_steps": 16, "num_minibatches": 1, "total_timesteps": 1000}
-    result = run_tiny(vec_env="sync", learning_rate=1.0, **sizes)
-    ours = continuous.read_csv(Path(result["logdir"]) / "progress.csv")["train/learning_rate"]
+    result = run_tiny(learning_rate=1.0, **sizes)
+    ours = columns(result["logdir"])["train/learning_rate"]
     notes = [1 - (update - 1) / 7 for update in range(7 + 1)]
     assert (result["global_step"], len(notes) * 128) == (896, 1024)
     np.testing.assert_allclose([1 + 1 / 7, *ours], notes)
@@ -457,11 +458,11 @@ def test_a_reward_divided_by_time_hides_a_growing_queue(
     monkeypatch.setitem(gym.registry, "Growing-v0", spec)
     calls = spy(monkeypatch, continuous, "compute_gae")
     sizes = {"num_steps": 10, "reset_steps": 10, "total_timesteps": 40}
-    result = run_tiny(env_id="Growing-v0", vec_env="sync", norm_reward=False, time_scaled_reward=True, **sizes)
+    result = run_tiny(env_id="Growing-v0", norm_reward=False, time_scaled_reward=True, **sizes)
     (((rewards, *_), _),) = calls
     assert torch.equal(rewards, torch.full((10, 4), -10.0))
-    progress = continuous.read_csv(Path(result["logdir"]) / "progress.csv")
-    assert (progress["rollout/episodic_return"], progress["rollout/LTA_return"]) == (-550, -55)
+    progress = columns(result["logdir"])
+    assert (progress["rollout/episodic_return"], progress["rollout/LTA_return"]) == ([-550], [-55])
 
 
 # ---- environments ---------------------------------------------------------------------------------------------------

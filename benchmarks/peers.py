@@ -1,11 +1,15 @@
-"""The loops our script is timed against: a CleanRL-style one, written here from its public description, and SB3's.
+"""The training loops that our scripts are timed against: one in CleanRL's style, written here from its public
+description, and Stable-Baselines3's PPO on MuJoCo, CAGE2 and Super Mario Bros.
 
-Each function trains PPO on a MuJoCo task with the given sizes and returns the seconds of each update (collection and
-learning together). They are measures, not examples: for the loop to copy, see ppo_continuous_mujoco.py.
+Each function trains PPO in the given sizes and returns the seconds of each update, collection included; it is called in
+a process of its own (`common.in_fresh_process`). They are measures, not examples: for the loop to copy, see our
+scripts. SB3 plays gym-super-mario-bros through JoypadSpace, a frame skip of 4, grey, resize and VecFrameStack, a
+process for each environment. Version 7.4.0 of that package fails on NumPy 2, so two of its properties are replaced.
 """
 
 from __future__ import annotations
 
+import sys
 import time
 from functools import partial
 from typing import Any
@@ -14,10 +18,10 @@ import gymnasium as gym
 import numpy as np
 import torch
 import torch.nn as nn
+from PIL import Image
 from torch.distributions import Normal
 
 from benchmarks.common import CORES
-from benchmarks.mujoco_env import make_envpool
 
 
 def cleanrl_env(env_id: str, gamma: float) -> gym.Env:
@@ -35,25 +39,22 @@ class EnvPool:
     """EnvPool's C++ environments on all cores, as the loop below wants them.
 
     It clips actions, and does without normalising observations and rewards, which EnvPool does not offer: a little less
-    work than the other candidates have. A pool's seed is fixed when it is made, so `reset` makes a new one.
+    work than the other candidates have.
     """
 
     def __init__(self, env_id: str, num_envs: int) -> None:
-        self.make = partial(make_envpool, env_id, num_envs, CORES)
-        self.pool = self.make(seed=0)
+        import envpool
+
+        self.pool = envpool.make_gymnasium(env_id, num_envs=num_envs, num_threads=CORES, seed=1)
         self.single_observation_space, self.single_action_space = self.pool.observation_space, self.pool.action_space
+        self.close = self.pool.close
 
     def reset(self, seed: int) -> Any:
-        self.pool.close()
-        self.pool = self.make(seed=seed)
         return self.pool.reset()
 
     def step(self, actions: np.ndarray) -> Any:
         space = self.single_action_space
         return self.pool.step(np.clip(actions, space.low, space.high).astype(space.dtype))
-
-    def close(self) -> None:
-        self.pool.close()
 
 
 class ReferenceAgent(nn.Module):
@@ -79,10 +80,10 @@ class ReferenceAgent(nn.Module):
         return action, policy.log_prob(action).sum(1), policy.entropy().sum(1), self.critic(obs).flatten()
 
 
-def cleanrl_style(env_id: str, num_envs: int, num_steps: int, minibatch: int, epochs: int, updates: int,
-                  vectorization: str = "sync", threads: int = 1) -> list[float]:  # fmt: skip
+def cleanrl_style(env_id: str, num_envs: int, num_steps: int, minibatch: int, updates: int,
+                  vectorization: str = "sync", epochs: int = 10) -> list[float]:  # fmt: skip
     """The loop of CleanRL's continuous-action PPO on Gymnasium's SyncVectorEnv or AsyncVectorEnv, or on EnvPool."""
-    torch.set_num_threads(threads)
+    torch.set_num_threads(1)
     gamma, gae_lambda, clip = 0.99, 0.95, 0.2
     vec_env: Any
     if vectorization == "envpool":
@@ -150,8 +151,9 @@ def cleanrl_style(env_id: str, num_envs: int, num_steps: int, minibatch: int, ep
     return seconds
 
 
-def sb3_seconds(model: Any, updates: int) -> list[float]:
-    """Train a Stable-Baselines3 PPO for so many updates; returns the seconds of each, collection included."""
+def sb3_seconds(vec_env: Any, policy: str, updates: int, threads: int, **options: Any) -> list[float]:
+    """Train SB3's PPO for so many updates; returns the seconds of each, collection included."""
+    from stable_baselines3 import PPO
     from stable_baselines3.common.callbacks import BaseCallback
 
     class Clock(BaseCallback):
@@ -167,22 +169,87 @@ def sb3_seconds(model: Any, updates: int) -> list[float]:
         def _on_step(self) -> bool:
             return True
 
-    clock = Clock()
-    model.learn(total_timesteps=updates * model.n_envs * model.n_steps, callback=clock)
-    return np.diff([*clock.times, time.perf_counter()]).tolist()
-
-
-def sb3(env_id: str, num_envs: int, num_steps: int, minibatch: int, epochs: int, updates: int,
-        vectorization: str = "dummy", threads: int = 1) -> list[float]:  # fmt: skip
-    """Stable-Baselines3's PPO under its own VecNormalize, on its DummyVecEnv or SubprocVecEnv."""
-    from stable_baselines3 import PPO
-    from stable_baselines3.common.env_util import make_vec_env
-    from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecNormalize
-
     torch.set_num_threads(threads)
-    kind: Any = {"dummy": DummyVecEnv, "subproc": SubprocVecEnv}[vectorization]
-    vec_env = VecNormalize(make_vec_env(env_id, num_envs, seed=1, vec_env_cls=kind))
-    model = PPO("MlpPolicy", vec_env, n_steps=num_steps, batch_size=minibatch, n_epochs=epochs, device="cpu", seed=1)
-    seconds = sb3_seconds(model, updates)
+    clock, model = Clock(), PPO(policy, vec_env, device="cpu", seed=1, **options)
+    model.learn(total_timesteps=updates * model.n_envs * model.n_steps, callback=clock)
+    seconds = np.diff([*clock.times, time.perf_counter()]).tolist()
     vec_env.close()
     return seconds
+
+
+def sb3_vec_env(kind: str, env: Any, num_envs: int, **kwargs: Any) -> Any:
+    """SB3's DummyVecEnv, or its SubprocVecEnv, forked: fresh interpreters would take minutes."""
+    from stable_baselines3.common.env_util import make_vec_env
+    from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv
+
+    cls: Any = {"dummy": DummyVecEnv, "subproc": SubprocVecEnv}[kind]
+    options = {"start_method": "fork"} if kind == "subproc" else {}
+    return make_vec_env(env, num_envs, seed=1, vec_env_cls=cls, vec_env_kwargs=options, env_kwargs=kwargs)
+
+
+def sb3_mujoco(env_id: str, num_envs: int, num_steps: int, minibatch: int, updates: int,
+               kind: str = "dummy", threads: int = 1) -> list[float]:  # fmt: skip
+    """Under SB3's own VecNormalize."""
+    from stable_baselines3.common.vec_env import VecNormalize
+
+    vec_env = VecNormalize(sb3_vec_env(kind, env_id, num_envs))
+    return sb3_seconds(vec_env, "MlpPolicy", updates, threads, n_steps=num_steps, batch_size=minibatch, n_epochs=10)
+
+
+def sb3_cage2(num_envs: int, num_steps: int, minibatch: int, updates: int,
+              kind: str = "dummy", threads: int = 1) -> list[float]:  # fmt: skip
+    """On `Cage2Env`: 52 observations, 145 actions."""
+    from envs.cage2 import Cage2Env
+
+    Cage2Env().reset(seed=0)  # compiled once, before the processes fork
+    red = {"b_line": 0.5, "meander": 0.45, "sleep": 0.05}
+    vec_env = sb3_vec_env(kind, Cage2Env, num_envs, red_agent=red, version="leaderboard", state_in_info=False)
+    return sb3_seconds(vec_env, "MlpPolicy", updates, threads, n_steps=num_steps, batch_size=minibatch, n_epochs=4,
+                       ent_coef=0.01)  # fmt: skip
+
+
+class UsualMario(gym.Env):
+    """World 1-1 through gym-super-mario-bros 7.4.0, as most Mario projects stack it: (64, 64, 1) uint8."""
+
+    observation_space = gym.spaces.Box(0, 255, (64, 64, 1), np.uint8)
+    action_space = gym.spaces.Discrete(7)
+
+    def __init__(self, nes_py_folder: str | None = None) -> None:
+        if nes_py_folder:
+            sys.path.insert(0, nes_py_folder)  # of this worker process alone; it has not imported nes_py yet
+        from gym_super_mario_bros.actions import SIMPLE_MOVEMENT
+        from gym_super_mario_bros.smb_env import SuperMarioBrosEnv
+        from nes_py._rom import ROM
+        from nes_py.wrappers import JoypadSpace
+
+        # uint8 arithmetic that NumPy 2 refuses
+        ROM.header = property(lambda rom: rom.raw_data[:16].astype(int))
+        SuperMarioBrosEnv._x_position = property(lambda game: int(game.ram[0x6D]) * 256 + int(game.ram[0x86]))
+        self.game = JoypadSpace(SuperMarioBrosEnv(target=(1, 1)), SIMPLE_MOVEMENT)
+
+    def observe(self, screen: np.ndarray) -> np.ndarray:
+        grey = Image.fromarray(np.ascontiguousarray(screen)).convert("L")
+        return np.asarray(grey.resize((64, 64), Image.Resampling.BOX))[:, :, None]
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        return self.observe(self.game.reset()), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        total = 0.0
+        for _ in range(4):
+            screen, reward, done, info = self.game.step(int(action))
+            total += reward
+            if done:
+                break
+        return self.observe(screen), total / 10, done, False, {"flag_get": info["flag_get"]}
+
+
+def sb3_mario(num_envs: int, num_steps: int, minibatch: int, updates: int,
+              nes_py_folder: str | None = None) -> list[float]:  # fmt: skip
+    """On the usual wrappers, with the network and the settings of our script."""
+    from stable_baselines3.common.vec_env import VecFrameStack
+
+    vec_env = VecFrameStack(sb3_vec_env("subproc", UsualMario, num_envs, nes_py_folder=nes_py_folder), 4)
+    return sb3_seconds(vec_env, "CnnPolicy", updates, 1, n_steps=num_steps, batch_size=minibatch, n_epochs=4,
+                       gamma=0.95, gae_lambda=0.95, learning_rate=5e-4, ent_coef=0.01, vf_coef=0.01)  # fmt: skip
