@@ -154,6 +154,9 @@ class Memory(VectorWrapper):
     def get_state(self) -> dict[str, Any]:
         return {"now": self.now.copy(), "steps": self.steps.copy(), "env": self.env.get_state()}  # type: ignore[attr-defined]
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: dict[str, Any]) -> bool:
+        """Go on from `get_state()`. False, and nothing is changed, where the wrapped environments refuse."""
+        if self.env.set_state(state["env"]) is False:  # type: ignore[attr-defined]
+            return False
         self.now, self.steps = np.array(state["now"]), np.array(state["steps"])
-        self.env.set_state(state["env"])  # type: ignore[attr-defined]
+        return True
