@@ -172,5 +172,7 @@ class NormalizeReward(VectorWrapper):
 
     def set_state(self, state: dict[str, Any]) -> Any:
         self.statistics.set_state(state["statistics"])
-        self.returns, self.next_step_resets = state["returns"].copy(), state["next_step_resets"].copy()
-        return self.env.set_state(state["env"])  # type: ignore[attr-defined]
+        restored = self.env.set_state(state["env"])  # type: ignore[attr-defined]
+        if restored:  # not where there are more or fewer environments now
+            self.returns, self.next_step_resets = state["returns"].copy(), state["next_step_resets"].copy()
+        return restored
