@@ -27,7 +27,7 @@ import time
 import zipfile
 from collections.abc import Iterator
 from copy import copy
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
@@ -55,7 +55,8 @@ from envs.vectorize import vectorize
 
 SCRIPT, FORMAT = Path(__file__).stem, "ppo_cage2_parallel/3"  # FORMAT: what a checkpoint holds; copies keep it
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # they end a run after its update
-WORLD_SIZE, RANK = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))  # set by torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # processes; torchrun sets these
+RANK, LOCAL_RANK = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
 
 
 class UsageError(ValueError):
@@ -102,10 +103,6 @@ class EnvironmentArgs:
     actions: Literal["reduced", "full"] = "reduced"  # full: all 145; reduced: four verbs on the hosts of consequence
     memory: bool = True  # give Blue what it has seen and done in the episode as further inputs
     reward_scale: float = 0.1  # rewards are multiplied by this for learning; reports show the game's own
-
-
-@dataclass
-class WorkflowArgs:
     workflow: str | None = None  # order of repairs told to Blue: defender,enterprise,op_server,op_host,user, or any
     alignment: float = 30.0  # lambda of the reward lambda (c_t - c_{t-1}), c being the episode's compliance so far
     # End the run when the mean compliance over environments, each over its last 5 episodes, reaches this, and a
@@ -135,10 +132,8 @@ class PPOArgs:
 
 
 RANGES = {  # lowest and highest values; None passes
-    ("num_envs", "num_steps", "num_minibatches", "update_epochs", "eval_episodes", "num_workers", "max_steps"): (
-        1,
-        1e6,
-    ),
+    ("num_envs", "num_workers", "max_steps", "eval_episodes"): (1, 1e6),
+    ("num_steps", "num_minibatches", "update_epochs"): (1, 1e6),
     ("total_timesteps",): (1, 1e15),
     ("eval_every", "save_every", "ent_coef", "vf_coef", "alignment", "min_episodes"): (0, 1e15),
     ("learning_rate", "reward_scale", "clip_coef", "max_grad_norm", "target_kl", "step_timeout"): (1e-9, 1e9),
@@ -149,7 +144,7 @@ RANGES = {  # lowest and highest values; None passes
 
 
 @dataclass
-class Args(PPOArgs, WorkflowArgs, EnvironmentArgs, RunArgs):
+class Args(PPOArgs, EnvironmentArgs, RunArgs):
     """All arguments of a run. Raises UsageError for values that cannot work."""
 
     def __post_init__(self) -> None:
@@ -165,8 +160,7 @@ class Args(PPOArgs, WorkflowArgs, EnvironmentArgs, RunArgs):
         shares = self.num_minibatches * WORLD_SIZE
         require(self.batch_size % shares == 0, f"--num-minibatches {self.num_minibatches} does not divide {batch}.")
         require(self.num_envs % WORLD_SIZE == 0, f"{WORLD_SIZE} processes cannot share {batch} evenly.")
-        single = self.norm_adv == "minibatch" and self.batch_size == shares
-        require(not single, "A minibatch of one transition cannot be normalised: add --norm-adv none.")
+        require(self.norm_adv != "minibatch" or self.batch_size > shares, "A minibatch of 1 needs --norm-adv none.")
         require(min(self.hidden_sizes, default=0) > 0, "--hidden-sizes must be one or more positive widths.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         if self.workflow not in (None, "any"):
@@ -361,13 +355,12 @@ def take_steps(agent: Agent, args: Args, weights: torch.Tensor, adam: Any, minib
         adam["step"] += 1
         adam["mean"] += (1 - 0.9) * (gradient - adam["mean"])
         adam["square"] += (1 - 0.999) * (gradient**2 - adam["square"])
-        mean = adam["mean"] / (
-            1 - torch.exp(adam["step"] * math.log(0.9))
-        )  # exp, since pow is slow where it underflows
-        square = adam["square"] / (1 - torch.exp(adam["step"] * math.log(0.999)))
+        step = adam["step"]  # below exp, because pow is slow where it underflows
+        mean = adam["mean"] / (1 - torch.exp(step * math.log(0.9)))
+        square = adam["square"] / (1 - torch.exp(step * math.log(0.999)))
         weights -= adam["learning_rate"] * mean / (square.sqrt() + 1e-5)  # detail 3
         steps.append(metrics)
-    return {name: torch.stack([step[name] for step in steps]) for name in metrics}
+    return {name: torch.stack([x[name] for x in steps]) for name in metrics}
 
 
 def recall(agent: Agent, obs: torch.Tensor, actions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -488,19 +481,27 @@ def gather(x: Any) -> list[Any]:
     return objects
 
 
+signals: list[int] = []  # those a run has received: the first one ends it after its update, a second one at once
+
+
 @contextlib.contextmanager
-def restored_signals() -> Iterator[None]:
-    """Give signals back to whoever had them before a run."""
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
+def receiving_signals() -> Iterator[None]:
+    def receive(number: int, frame: Any) -> None:
+        if signals:
+            raise KeyboardInterrupt
+        signals.append(number)
+
+    signals.clear()
+    is_main = threading.current_thread() is threading.main_thread()  # other threads cannot set handlers
+    before = {n: signal.signal(n, receive) for n in SIGNALS if is_main and signal.getsignal(n) != signal.SIG_IGN}
     try:
         yield
     finally:
-        for number, handler in handlers.items():
-            if signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-@restored_signals()
+@receiving_signals()
 def train(args: Args) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
 
@@ -509,17 +510,15 @@ def train(args: Args) -> dict[str, Any]:
     """
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
-    device = torch.device(args.device)
-    if WORLD_SIZE > 1 and device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device(f"cuda:{LOCAL_RANK}" if args.device == "cuda" else args.device)
     if WORLD_SIZE > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     rng = torch.cuda if device.type == "cuda" else torch  # whose generator draws actions and shuffles
-    num_envs, num_steps, num_updates = args.num_envs // WORLD_SIZE, args.num_steps, args.num_updates
+    num_envs, num_steps, all_steps = args.num_envs // WORLD_SIZE, args.num_steps, args.num_updates * args.batch_size
     first_env = RANK * num_envs  # this process steps environments first_env to first_env + num_envs - 1
     vec_env = make_envs(args, num_envs)
     agent = Agent(vec_env, args).to(device)
-    if args.init_from is not None:
+    if args.init_from is not None and not args.resume:
         load_policy(load(Path(args.init_from)), agent)
     # All weights in one vector, of which the parameters become views: one long step costs half of many short ones.
     weights = parameters_to_vector(agent.parameters()).detach()
@@ -536,51 +535,39 @@ def train(args: Args) -> dict[str, Any]:
     loss_args: Any = copy(args)
     loss_args.ent_coef = torch.zeros((), device=device)  # a tensor, since compiled code knows numbers as constants
 
-    logdir, checkpoint, lock = open_run(args)
+    logdir, checkpoint, log = open_run(args)
     names = ("env_id", "version", "wrapper", "red_agent", "green", "max_steps", "finite_horizon", "workflow")
     game = " ".join(str(getattr(args, name)) for name in names)  # whose evaluations can be compared
-    # Where the run stands.
-    run = SimpleNamespace(
-        rollouts=0, global_step=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
-        training_return=math.nan, first_return=math.nan, score=math.nan, best_score=-math.inf, compliant=False,
+    run = SimpleNamespace(  # where the run stands
+        rollouts=0, global_step=0, resets=0, epochs=0, seconds=0.0, csv_size=0, training_return=math.nan,
+        first_return=math.nan, score=math.nan, best_score=-math.inf, compliant=False,
     )  # fmt: skip
     torch.manual_seed(args.seed + first_env)  # weights are equal in all processes; actions and shuffles are not
     next_obs, _ = vec_env.reset(seed=args.seed + first_env)
     if checkpoint is not None:
         load_policy(checkpoint, agent)
         vars(run).update(checkpoint["run"])
-        adam |= {name: checkpoint["adam"][name].to(x.device) for name, x in adam.items()}
+        adam = {name: x.to(device) for name, x in checkpoint["adam"].items()}
         own = checkpoint["processes"][RANK % len(checkpoint["processes"])]
-        if vec_env.set_state(own["envs"]):
-            rng.set_rng_state(torch.from_numpy(own["generator"]))
+        if vec_env.set_state(tree_map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, own["envs"])):
+            rng.set_rng_state(own["generator"])
             next_obs = own["obs"]
         else:
             print("The checkpoint does not hold these environments, so new episodes begin.")
 
-    writer = open_logs(args, logdir, run.global_step) if RANK == 0 else None
-    signals: list[int] = []  # received; the first one ends the run after its update, a second one at once
-
-    def receive(number: int, frame: Any) -> None:
-        if signals:
-            raise KeyboardInterrupt
-        signals.append(number)
-
-    for number in SIGNALS:
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, receive)
-    first_rollout, clock, stopping = run.rollouts, time.perf_counter(), False
-    while run.rollouts < num_updates and not stopping and not run.compliant:
+    writer: Any = open_logs(args, logdir, log, run) if RANK == 0 else None
+    stopping = False
+    while run.global_step < all_steps and not stopping and not run.compliant:
         started = time.perf_counter()
-        progress = run.rollouts / num_updates
+        progress = run.global_step / all_steps
         annealing = {"linear": 1 - progress, "exponential": 0.01**progress, "none": 1.0}  # detail 4
         adam["learning_rate"] = torch.tensor(args.learning_rate * annealing[args.lr_decay], device=device)
         loss_args.ent_coef.fill_(args.ent_coef * annealing[args.ent_decay])
 
         # --- collect --------------------------------------------------------------------------------------------------
-        rows: list[tuple[torch.Tensor, ...]] = []  # of each step: obs, actions, rewards, terminations, truncations
+        rows: list[tuple[torch.Tensor, ...]] = []  # of each step: obs, actions, rewards, terminated, ...
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
         ended: list[tuple[float, int, list[int]]] = []  # (return, length, fixes by verdict) of each episode that ended
-        reward_sum = 0.0
         for t in range(num_steps):
             obs = torch.as_tensor(next_obs, device=device)
             with torch.no_grad():
@@ -590,18 +577,16 @@ def train(args: Args) -> dict[str, Any]:
             except WorkerError as error:
                 error.add_note(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
                 raise
-            reward_sum += float(infos["raw_reward"].sum())
             rewards = args.reward_scale * (rewards + infos.get("alignment", 0.0))
-            rows.append((obs, actions, *map(torch.as_tensor, (rewards, terminated, truncated))))
+            rows.append((obs, actions, *map(torch.as_tensor, (rewards, terminated, truncated, infos["raw_reward"]))))
             for n in np.flatnonzero(terminated | truncated):
-                total, length = float(infos["episode_return"][n]), int(infos["episode_length"][n])
-                ended.append((total, length, infos["fixes"][n].tolist() if args.workflow is not None else []))
-                if not terminated[n]:
-                    cuts.append((t, int(n), infos["final_obs"][n]))
+                fixes = infos["fixes"][n].tolist() if args.workflow is not None else []
+                ended.append((infos["episode_return"][n], infos["episode_length"][n], fixes))
+            cuts += [(t, n, infos["final_obs"][n]) for n in np.flatnonzero(truncated & ~terminated).tolist()]
 
         # --- bootstrap ------------------------------------------------------------------------------------------------
         obs, actions, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # (num_steps, num_envs, ...)
-        rewards, terminations, truncations = (x.to(device, torch.float32) for x in others)
+        rewards, terminated, truncated, raw_rewards = (x.to(device, torch.float32) for x in others)
         with torch.no_grad():
             log_probs, values = look_back(agent, obs, actions)
             next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=device))[None]])
@@ -611,24 +596,19 @@ def train(args: Args) -> dict[str, Any]:
 
         # --- advantages -----------------------------------------------------------------------------------------------
         advantages, returns = compute_gae(
-            rewards, values, next_values, terminations, truncations, args.gamma, args.gae_lambda
+            rewards, values, next_values, terminated, truncated, args.gamma, args.gae_lambda
         )
         if args.norm_adv in ("batch", "per_env"):
             advantages = normalize_advantages(advantages, dim=0 if args.norm_adv == "per_env" else None)
 
         # --- update ---------------------------------------------------------------------------------------------------
         batch = Batch(*(x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)))
-        if args.compile and run.rollouts == first_rollout and RANK == 0:
-            print("compiling the gradient steps, 10 to 30 s ...", flush=True)
         results: list[dict[str, torch.Tensor]] = []  # of each call of `update`
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=device)  # detail 6: each transition once an epoch
-            minibatches = [x.index_select(0, order).unflatten(0, (args.num_minibatches, -1)) for x in batch]
-            for i in range(0, args.num_minibatches, steps_per_call):
-                some = Batch(*(x[i : i + steps_per_call] for x in minibatches))
-                results.append(update(agent, loss_args, weights, adam, some))
+            for indices in order.view(args.num_minibatches, -1).split(steps_per_call):
+                results.append(update(agent, loss_args, weights, adam, Batch(*(x[indices] for x in batch))))
             run.epochs += 1
-            run.minibatch_updates += args.num_minibatches
             epoch = results[-args.num_minibatches // steps_per_call :]
             if args.target_kl is not None and torch.cat([x["approx_kl"] for x in epoch]).mean() > args.target_kl:
                 break
@@ -641,7 +621,7 @@ def train(args: Args) -> dict[str, Any]:
         run.seconds += seconds
 
         # --- evaluate -------------------------------------------------------------------------------------------------
-        is_last, is_best, threshold = run.rollouts == num_updates, False, args.compliance_threshold
+        is_last, is_best, threshold = run.global_step >= all_steps, False, args.compliance_threshold
         complies = False  # in training, on sampled actions
         if threshold is not None:
             recent, counts = (np.concatenate(x) for x in zip(*gather((vec_env.recent, vec_env.episodes)), strict=True))
@@ -666,7 +646,7 @@ def train(args: Args) -> dict[str, Any]:
         if ended:
             run.training_return = mean_return
         run.resets += len(ended)
-        if writer is not None:
+        if RANK == 0:
             record = {f"train/{name}": value for name, value in metrics.items()} | {
                 "train/explained_variance": explained_variance(batch.values, batch.returns),
                 "train/value_abs_error": float((batch.values - batch.returns).abs().mean()),
@@ -674,12 +654,12 @@ def train(args: Args) -> dict[str, Any]:
                 "train/ent_coef": float(loss_args.ent_coef),
                 "rollout/episodic_return": mean_return,
                 "rollout/episodic_length": mean_length,
-                "rollout/mean_reward": reward_sum / len(batch.obs),
+                "rollout/mean_reward": raw_rewards.mean().item(),
                 "counters/train_steps": run.rollouts * num_steps,
                 "counters/rollouts": run.rollouts,
                 "counters/resets": run.resets,
                 "counters/epochs": run.epochs,
-                "counters/minibatch_updates": run.minibatch_updates,
+                "counters/minibatch_updates": run.epochs * args.num_minibatches,
                 "time/sps": args.batch_size / seconds,
             }
             if args.workflow is not None:
@@ -689,22 +669,15 @@ def train(args: Args) -> dict[str, Any]:
             for name, value in record.items():
                 if math.isfinite(value):
                     writer.add_scalar(name, value, run.global_step)
-            with open(logdir / "progress.csv", "ab") as file:
-                file.truncate(run.csv_size)  # of a resumed run: cut off what was logged after its checkpoint
-                if run.csv_size == 0:
-                    file.write(f"global_step,{','.join(record)}\n".encode())
-                file.write(f"{run.global_step},{','.join(map(str, record.values()))}\n".encode())
-                run.csv_size = file.tell()
-            if run.rollouts == first_rollout + 1:
-                clock = time.perf_counter()  # the first rollout, in which torch compiles, tells nothing of the others
-            pace = (time.perf_counter() - clock) / max(run.rollouts - first_rollout - 1, 1)
-            left = pace * (num_updates - run.rollouts)
-            line = (
-                f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
-                f"evaluation {run.score:.2f}, KL {metrics['approx_kl']:.4f}, {left / 60:.1f} min left"
-            )
-            terminal = sys.stdout is not None and sys.stdout.isatty()  # on which a line overwrites the one before
-            print(f"\r\033[K{line}" if terminal else line, end="" if terminal and not is_last else "\n", flush=True)
+            if run.rollouts == 1:
+                print("global_step", *record, sep=",", file=log)
+            print(run.global_step, *record.values(), sep=",", file=log, flush=True)
+            run.csv_size = log.tell()
+            start, end = ("\r\033[K", "") if sys.stdout.isatty() else ("", "\n")  # a terminal has one line, overwritten
+            minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
+            line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
+            line += f"evaluation {run.score:.2f}, KL {metrics['approx_kl']:.4f}, {minutes:.1f} min left"
+            print(f"{start}{line}", end=end, flush=True)
 
         # --- save -----------------------------------------------------------------------------------------------------
         due = run.rollouts == 1 or crossed(run.global_step, args.batch_size, args.save_every)
@@ -720,10 +693,10 @@ def train(args: Args) -> dict[str, Any]:
                 save(logdir / "latest.pt", state)
 
     vec_env.close()
-    if writer is not None and lock is not None:
+    if RANK == 0:
         writer.close()
-        lock.close()
-        print(f"{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.score:.2f}: {logdir}")
+        log.close()
+        print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.score:.2f}: {logdir}")
         print(best_of_all_runs(game, logdir.parent))
         if stopping:
             print(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
@@ -731,8 +704,8 @@ def train(args: Args) -> dict[str, Any]:
 
 
 # ---- Run folder and checkpoints --------------------------------------------------------------------------------------
-def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, Any]:
-    """The run folder, the checkpoint to continue from, or None, and a lock that keeps other runs out of the folder."""
+def open_run(args: Args) -> tuple[Path, Any, Any]:
+    """The run folder, the checkpoint to continue from, or None, and progress.csv, locked against other runs."""
     name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path("runs", name.replace("/", "_").replace(":", "_"))
     same_second = len(list(folder.parent.glob(f"{folder.name}*")))
@@ -741,9 +714,9 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, Any]:
     if RANK > 0:
         return logdir, checkpoint, None
     logdir.mkdir(parents=True, exist_ok=True)
-    lock = open(logdir / "lock", "w")  # noqa: SIM115  (until the run ends)
+    log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
     try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
     is_new = checkpoint is not None or not (logdir / "latest.pt").exists()
@@ -751,35 +724,39 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, Any]:
     for key, before in checkpoint["args"].items() if checkpoint else ():
         if key not in ("resume", "logdir") and getattr(args, key) != before:
             print(f"--{key.replace('_', '-')} is {getattr(args, key)} from now on; it was {before}.")
-    return logdir, checkpoint, lock
+    return logdir, checkpoint, log
 
 
-def open_logs(args: Args, logdir: Path, step: int) -> SummaryWriter:
-    """Write config.json, print the sizes of the run and begin its TensorBoard log at `step`, and W&B's with --track."""
+def open_logs(args: Args, logdir: Path, log: Any, run: Any) -> SummaryWriter:
+    """Write config.json, print the sizes of the run, begin its TensorBoard log, and W&B's with --track. What the logs
+    of a resumed run hold from after its checkpoint is forgotten."""
     commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
     (logdir / "config.json").write_text(json.dumps(config, indent=1))
     print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
           f"epochs x {args.num_minibatches} minibatches, seed {args.seed}: {logdir}")  # fmt: skip
+    if args.compile:
+        print("The first update compiles the gradient steps, which takes 10 to 30 s.", flush=True)
     if args.track is not None:
         import wandb
 
         *entity, project = args.track.split("/")
         wandb.init(project=project, entity="".join(entity) or None, name=logdir.name, id=logdir.name, resume="allow",
                    config=asdict(args), sync_tensorboard=True)  # fmt: skip
-    return SummaryWriter(str(logdir), purge_step=step + 1)
+    log.truncate(run.csv_size)
+    return SummaryWriter(str(logdir), purge_step=run.global_step + 1)
 
 
 def best_of_all_runs(game: str, folder: Path) -> str:
     """One line that names the run with the best evaluation of a game, among all runs in a folder."""
-    scores: dict[float, str] = {}
+    runs: list[tuple[float, str]] = []
     for path in folder.glob("*/best.json"):
         with contextlib.suppress(ValueError, KeyError):  # a damaged file is no reason to end with an error
             run = json.loads(path.read_text())
-            scores |= {run["score"]: run["logdir"]} if run["game"] == game else {}
-    best = max(scores, default=math.nan)
-    return f"best of the {len(scores)} runs of {game} in {folder}: {best:.2f}, {scores.get(best)}"
+            runs += [(run["score"], run["logdir"])] if run["game"] == game else []
+    best, logdir = max(runs, default=(math.nan, None))
+    return f"best of the {len(runs)} runs of {game} in {folder}: {best:.2f}, {logdir}"
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -797,15 +774,12 @@ def load(path: Path) -> dict[str, Any]:
     for one of another script."""
     try:
         with zipfile.ZipFile(path) as archive:
-            if archive.testzip() is not None:  # torch writes checksums but does not look at them
-                raise OSError("a checksum is wrong")
+            require(archive.testzip() is None, "a checksum is wrong")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
         raise OSError(f"{path} is missing, damaged or no checkpoint: {str(error).splitlines()[0][:100]}") from None
     fits = isinstance(state, dict) and state.get("format") == FORMAT
     require(fits, f"{path} is no checkpoint of {SCRIPT}.py, whose format is {FORMAT}.")
-    for name in {"statistics", "processes"} & state.keys():
-        state[name] = tree_map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, state[name])
     return state
 
 
@@ -920,9 +894,8 @@ def play(options: PlayArgs) -> list[float]:
     """Play the policy of a checkpoint and print each episode's return; returns these. With --save-gif, film it."""
     positive = min(options.episodes, options.gif_frames, options.gif_fps, 51 - options.gif_fps) > 0
     require(positive, "--episodes and --gif-frames must be at least 1, --gif-fps from 1 to 50.")
-    path = Path(options.checkpoint)
-    if path.stem in ("best", "latest") and not path.is_file():
-        path = Path(options.logdir or ".", f"{path.stem}.pt")
+    is_name = options.checkpoint in ("best", "latest")
+    path = Path(options.logdir or ".", f"{options.checkpoint}.pt") if is_name else Path(options.checkpoint)
     checkpoint = load(path)
     args = Args(**saved_args(checkpoint) | {"device": "cpu"})
     require(args.workflow or not options.workflow, "This policy was trained without a workflow: leave --workflow out.")
@@ -967,12 +940,10 @@ def play(options: PlayArgs) -> list[float]:
 
 def preset_values(*names: str) -> dict[str, Any]:
     """The values of presets, layered from left to right."""
-    values: dict[str, Any] = {}
     for name in names:
         close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
         require(name in PRESETS, f"There is no preset {name!r}; did you mean {close}? Presets: {', '.join(PRESETS)}.")
-        values |= PRESETS[name]
-    return values
+    return {key: value for name in names for key, value in PRESETS[name].items()}
 
 
 def preset(*names: str, **flags: Any) -> Args:
@@ -987,27 +958,18 @@ def saved_args(checkpoint: dict[str, Any]) -> dict[str, Any]:
 
 def parse_args(argv: list[str]) -> Args:
     """Arguments from the presets after --configs, or from the run to --resume, and from flags, which win."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # of what decides about the other defaults
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--configs", nargs="+", default=[])
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--logdir")
-    first, flags = parser.parse_known_args(argv)
+    configs, flags = parser.parse_known_args(argv)
+    first, _ = tyro.cli(RunArgs, args=flags, add_help=False, return_unknown_args=True)
     values = saved_args(load(Path(first.logdir, "latest.pt"))) if first.resume and first.logdir else {}
-    values |= preset_values(*first.configs) | {"resume": first.resume, "logdir": first.logdir}
+    values |= preset_values(*configs.configs)
+    groups = RunArgs(), EnvironmentArgs(), PPOArgs()  # as --help shows them
+    for group in groups:
+        vars(group).update({name: values[name] for name in vars(group) & values.keys()})
 
-    def default(group: Any) -> Any:
-        return group(**{field.name: values[field.name] for field in fields(group) if field.name in values})
-
-    run, environments, ppo = default(RunArgs), default(EnvironmentArgs), default(PPOArgs)
-    flows = default(WorkflowArgs)
-
-    def parse(
-        run: RunArgs = run,
-        environments: EnvironmentArgs = environments,
-        workflows: WorkflowArgs = flows,
-        ppo: PPOArgs = ppo,
-    ) -> Args:
-        return Args(**vars(run), **vars(environments), **vars(workflows), **vars(ppo))
+    def parse(run: RunArgs = groups[0], environments: EnvironmentArgs = groups[1], ppo: PPOArgs = groups[2]) -> Args:
+        return Args(**vars(run), **vars(environments), **vars(ppo))
 
     presets = f"--configs NAME ... takes presets, in layers: {', '.join(PRESETS)}. Flags win over them."
     return tyro.cli(parse, args=flags, description=f"{__doc__}\n{presets}", config=(tyro.conf.OmitArgPrefixes,))
