@@ -29,7 +29,7 @@ from collections.abc import Iterator
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -678,6 +678,10 @@ def train(args: Args) -> dict[str, Any]:
             line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
             line += f"evaluation {run.score:.2f}, KL {metrics['approx_kl']:.4f}, {minutes:.1f} min left"
             print(f"{start}{line}", end=end, flush=True)
+            if run.compliant:
+                shown = ("compliance", "strict_compliance", "mean_return")
+                judged = ", ".join(f"{name} {evaluation[name]:.3f}" for name in shown)
+                print(f"\nThe evaluation confirms it: {judged}; the first one's return was {run.first_return:.3f}.")
 
         # --- save -----------------------------------------------------------------------------------------------------
         due = run.rollouts == 1 or crossed(run.global_step, args.batch_size, args.save_every)
@@ -811,11 +815,10 @@ class SearchArgs:
     fresh_policy_per_order: bool = False  # start each order's from random weights (they like --learning-rate 0.002)
 
 
-def row_of(record: dict[str, Any]) -> str:
-    """A tried order's line of the table."""
-    return (f"{record['workflow']}: return {record['mean_return']:.2f} +- {record['standard_error']:.2f}, compliance "
-            f"{record['compliance']:.3f} ({'' if record['confirmed'] else 'not '}confirmed), strict "
-            f"{record['strict_compliance']:.3f}")  # fmt: skip
+ROW = (
+    "{workflow}: return {mean_return:.2f} +- {standard_error:.2f}, compliance {compliance:.3f}, strict "
+    "{strict_compliance:.3f}, confirmed: {confirmed}"
+)  # of the table of orders
 
 
 def search(options: SearchArgs, args: Args) -> dict[str, Any]:
@@ -826,10 +829,10 @@ def search(options: SearchArgs, args: Args) -> dict[str, Any]:
     runs/search__{red agent}__{seed}) gets history.json and a run folder for each order. A search that was stopped or
     killed, be it in the middle of an order's training, goes on by the same command, and so does one with more orders.
     """
-    possible = 1 <= options.n_workflows <= len(ORDERS) and options.n_start >= 1 and options.judge_episodes >= 2
+    scale, beta = options.gp_scale, options.gp_beta
+    possible = 0 < options.n_workflows <= len(ORDERS) and options.n_start > 0 and options.judge_episodes > 1
     require(possible, f"--n-workflows must be from 1 to {len(ORDERS)}, --n-start from 1, --judge-episodes from 2.")
-    positive = 1e-9 <= options.gp_scale <= 1e9 and (options.gp_beta is None or 0 <= options.gp_beta <= 1e9)
-    require(positive, "--gp-scale must be from 1e-09 to 1e+09, --gp-beta from 0 to 1e+09.")
+    require(1e-9 <= scale <= 1e9 and 0 <= (beta or 0) <= 1e9, "--gp-scale must be positive, --gp-beta at least 0.")
     folder = Path(args.logdir or f"runs/search__{args.red_agent}__{args.seed}")
     path = folder / "history.json"
     settings = json.loads(json.dumps(asdict(args) | asdict(options) | {"logdir": None, "n_workflows": None}))
@@ -856,7 +859,7 @@ def search(options: SearchArgs, args: Args) -> dict[str, Any]:
     while len(history) < options.n_workflows:
         tried = [parse_workflow(x["workflow"]) for x in history]
         seen = [x["mean_return"] for x in history], [x["standard_error"] for x in history]
-        order = next_order(tried, *seen, options.gp_scale, options.gp_beta, options.n_start, args.seed)
+        order = next_order(tried, *seen, scale, beta, options.n_start, args.seed)
         name = f"{len(history) + 1:03d}_{'-'.join(ORDERS[order])}"
         order_args = run_args(name, workflow=",".join(ORDERS[order]), init_from=start)
         result = train(order_args)
@@ -868,8 +871,9 @@ def search(options: SearchArgs, args: Args) -> dict[str, Any]:
         history.append(record | {"run": name} | judged)
         path.with_suffix(".tmp").write_text(json.dumps({"settings": settings, "history": history}, indent=1))
         os.replace(path.with_suffix(".tmp"), path)
-        print(row_of(history[-1]))
-    print("\nOrders by return", *map(row_of, sorted(history, key=lambda x: -x["mean_return"])), sep="\n")
+        print(ROW.format(**history[-1]))
+    by_return = sorted(history, key=lambda x: -x["mean_return"])
+    print("\nOrders by return", *(ROW.format(**x) for x in by_return), sep="\n")
     return {"logdir": str(folder), "history": history, "signal": None}
 
 
@@ -890,18 +894,19 @@ class PlayArgs:
     gif_dir: str | None = None  # folder of the GIFs; default {logdir}/gifs
 
 
-def play(options: PlayArgs) -> list[float]:
-    """Play the policy of a checkpoint and print each episode's return; returns these. With --save-gif, film it."""
+def play(options: PlayArgs) -> dict[str, list[float]]:
+    """Play the policy of a checkpoint against each red agent and print each episode's return and compliance; returns
+    the returns by red agent. With --save-gif, film it."""
     positive = min(options.episodes, options.gif_frames, options.gif_fps, 51 - options.gif_fps) > 0
     require(positive, "--episodes and --gif-frames must be at least 1, --gif-fps from 1 to 50.")
     is_name = options.checkpoint in ("best", "latest")
     path = Path(options.logdir or ".", f"{options.checkpoint}.pt") if is_name else Path(options.checkpoint)
     checkpoint = load(path)
-    args = Args(**saved_args(checkpoint) | {"device": "cpu"})
+    args = Args(**checkpoint["args"] | {"device": "cpu", "resume": False})
     require(args.workflow or not options.workflow, "This policy was trained without a workflow: leave --workflow out.")
-    chosen: dict[str, Any] = {"red_agent": options.red_agent, "workflow": options.workflow}
-    args = replace(args, **{name: value for name, value in chosen.items() if value is not None})
+    args = replace(args, workflow=options.workflow or args.workflow, red_agent=options.red_agent or args.red_agent)
     agent = load_agent(checkpoint, args)
+    render_mode = "ansi" if options.render else "rgb_array" if options.save_gif else None
     pictures: list[PIL.Image.Image] = []
 
     def watch(step: int) -> None:
@@ -911,30 +916,25 @@ def play(options: PlayArgs) -> list[float]:
             pictures.append(PIL.Image.fromarray(vec_env.render()[0]))
             pictures[-1].thumbnail((320, 320))
 
-    returns = []
-    for red_agent in red_agents(args):
-        render_mode = "ansi" if options.render else "rgb_array" if options.save_gif else None
+    returns: dict[str, list[float]] = {red_agent: [] for red_agent in red_agents(args)}
+    for red_agent, i in product(red_agents(args), range(options.episodes)):
         vec_env = make_envs(replace(args, red_agent=red_agent), 1, render_mode)
-        for i in range(options.episodes):
-            rewards, (length,), fixes = evaluate(agent, vec_env, options.seed + i, not options.stochastic, watch)
-            returns.append(float(rewards.sum()))
-            line = f"{red_agent} episode {i + 1}: return {returns[-1]:.1f}, {length} steps"
-            if args.workflow is not None:
-                metrics = fix_metrics(fixes)
-                line += f", compliance {metrics['compliance']:.3f}, strict {metrics['strict_compliance']:.3f}"
-            print(line, flush=True)
-            if pictures:
-                name = f"{red_agent}_{i + 1:03d}_return_{returns[-1]:.0f}_steps_{length}.gif"
-                gif = Path(options.gif_dir or path.parent / "gifs", name)
-                gif.parent.mkdir(parents=True, exist_ok=True)
-                pictures[0].save(
-                    gif, save_all=True, append_images=pictures[1:], duration=1000 // options.gif_fps, loop=0
-                )
-                print(gif)
-                pictures.clear()
+        rewards, (length,), fixes = evaluate(agent, vec_env, options.seed + i, not options.stochastic, watch)
         vec_env.close()
-        of_agent = returns[-options.episodes :]
-        print(f"{red_agent}: mean return {np.mean(of_agent):.2f}, standard deviation {np.std(of_agent):.2f}")
+        total = float(rewards.sum())
+        returns[red_agent].append(total)
+        metrics = fix_metrics(fixes) if args.workflow else {}
+        compliance = "".join(f", {name} {value:.3f}" for name, value in metrics.items())
+        print(f"{red_agent}, episode {i + 1}: return {total:.2f}, {length} steps{compliance}", flush=True)
+        if pictures:
+            name = f"{red_agent}_episode_{i + 1:03d}_return_{total:.0f}_steps_{length}.gif"
+            gif = Path(options.gif_dir or path.parent / "gifs", name)
+            gif.parent.mkdir(parents=True, exist_ok=True)
+            pictures[0].save(gif, save_all=True, append_images=pictures[1:], duration=1000 // options.gif_fps, loop=0)
+            print(gif)
+            pictures.clear()
+    for red_agent, totals in returns.items():
+        print(f"{red_agent}: mean return {np.mean(totals):.2f}, standard deviation {np.std(totals):.2f}")
     return returns
 
 
@@ -951,18 +951,13 @@ def preset(*names: str, **flags: Any) -> Args:
     return Args(**preset_values(*names) | flags)
 
 
-def saved_args(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The arguments in a checkpoint."""
-    return {name: value for name, value in checkpoint["args"].items() if name != "resume"}
-
-
 def parse_args(argv: list[str]) -> Args:
     """Arguments from the presets after --configs, or from the run to --resume, and from flags, which win."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--configs", nargs="+", default=[])
     configs, flags = parser.parse_known_args(argv)
     first, _ = tyro.cli(RunArgs, args=flags, add_help=False, return_unknown_args=True)
-    values = saved_args(load(Path(first.logdir, "latest.pt"))) if first.resume and first.logdir else {}
+    values = load(Path(first.logdir, "latest.pt"))["args"] if first.resume and first.logdir else {}
     values |= preset_values(*configs.configs)
     groups = RunArgs(), EnvironmentArgs(), PPOArgs()  # as --help shows them
     for group in groups:
