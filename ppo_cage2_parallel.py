@@ -161,7 +161,8 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         require(self.batch_size % shares == 0, f"--num-minibatches {self.num_minibatches} does not divide {batch}.")
         require(self.num_envs % WORLD_SIZE == 0, f"{WORLD_SIZE} processes cannot share {batch} evenly.")
         require(self.norm_adv != "minibatch" or self.batch_size > shares, "A minibatch of 1 needs --norm-adv none.")
-        require(min(self.hidden_sizes, default=0) > 0, "--hidden-sizes must be one or more positive widths.")
+        widths = self.hidden_sizes and all(1 <= size <= 1e5 for size in self.hidden_sizes)
+        require(widths, "--hidden-sizes must be one or more widths from 1 to 1e5.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         if self.workflow not in (None, "any"):
             try:
@@ -385,7 +386,8 @@ def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
     """One game. A wrapper that is put around it here acts in training, evaluation and play."""
     red_agent = RED_MIXTURE if args.red_agent == "mixed" else args.red_agent
     settings = {name: getattr(args, name) for name in ("green", "version", "wrapper", "max_steps")}
-    return Cage2Env(red_agent, **settings, state_in_info=args.workflow is not None, render_mode=render_mode)
+    env = Cage2Env(red_agent, **settings, state_in_info=args.workflow is not None, render_mode=render_mode)
+    return env
 
 
 def make_envs(args: Args, num_envs: int, render_mode: str | None = None) -> Any:
@@ -556,6 +558,8 @@ def train(args: Args) -> dict[str, Any]:
             print("The checkpoint does not hold these environments, so new episodes begin.")
 
     writer: Any = open_logs(args, logdir, log, run) if RANK == 0 else None
+    if RANK == 0:
+        print(f"{type(vec_env.unwrapped).__name__} steps the environments.", flush=True)
     stopping = False
     while run.global_step < all_steps and not stopping and not run.compliant:
         started = time.perf_counter()
@@ -673,7 +677,9 @@ def train(args: Args) -> dict[str, Any]:
                 print("global_step", *record, sep=",", file=log)
             print(run.global_step, *record.values(), sep=",", file=log, flush=True)
             run.csv_size = log.tell()
-            start, end = ("\r\033[K", "") if sys.stdout.isatty() else ("", "\n")  # a terminal has one line, overwritten
+            start, end = (
+                ("\r\033[K", "") if sys.stdout and sys.stdout.isatty() else ("", "\n")
+            )  # a terminal has one line, overwritten
             minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
             line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
             line += f"evaluation {run.score:.2f}, KL {metrics['approx_kl']:.4f}, {minutes:.1f} min left"
@@ -726,8 +732,8 @@ def open_run(args: Args) -> tuple[Path, Any, Any]:
     is_new = checkpoint is not None or not (logdir / "latest.pt").exists()
     require(is_new, f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
     for key, before in checkpoint["args"].items() if checkpoint else ():
-        if key not in ("resume", "logdir") and getattr(args, key) != before:
-            print(f"--{key.replace('_', '-')} is {getattr(args, key)} from now on; it was {before}.")
+        if key not in ("resume", "logdir") and getattr(args, key, None) != before:
+            print(f"--{key.replace('_', '-')} is {getattr(args, key, None)} from now on; it was {before}.")
     return logdir, checkpoint, log
 
 
@@ -756,9 +762,9 @@ def best_of_all_runs(game: str, folder: Path) -> str:
     """One line that names the run with the best evaluation of a game, among all runs in a folder."""
     runs: list[tuple[float, str]] = []
     for path in folder.glob("*/best.json"):
-        with contextlib.suppress(ValueError, KeyError):  # a damaged file is no reason to end with an error
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged file is no reason to end with an error
             run = json.loads(path.read_text())
-            runs += [(run["score"], run["logdir"])] if run["game"] == game else []
+            runs += [(float(run["score"]), run["logdir"])] if run["game"] == game else []
     best, logdir = max(runs, default=(math.nan, None))
     return f"best of the {len(runs)} runs of {game} in {folder}: {best:.2f}, {logdir}"
 
@@ -781,8 +787,8 @@ def load(path: Path) -> dict[str, Any]:
             require(archive.testzip() is None, "a checksum is wrong")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
-        raise OSError(f"{path} is missing, damaged or no checkpoint: {str(error).splitlines()[0][:100]}") from None
-    fits = isinstance(state, dict) and state.get("format") == FORMAT
+        raise OSError(f"{path} is missing, damaged or no checkpoint ({type(error).__name__}).") from None
+    fits = isinstance(state, dict) and state.get("format") == FORMAT and {"args", "agent"} <= state.keys()
     require(fits, f"{path} is no checkpoint of {SCRIPT}.py, whose format is {FORMAT}.")
     return state
 
@@ -902,7 +908,7 @@ def play(options: PlayArgs) -> dict[str, list[float]]:
     is_name = options.checkpoint in ("best", "latest")
     path = Path(options.logdir or ".", f"{options.checkpoint}.pt") if is_name else Path(options.checkpoint)
     checkpoint = load(path)
-    args = Args(**checkpoint["args"] | {"device": "cpu", "resume": False})
+    args = Args(**saved_args(checkpoint) | {"device": "cpu"})
     require(args.workflow or not options.workflow, "This policy was trained without a workflow: leave --workflow out.")
     args = replace(args, workflow=options.workflow or args.workflow, red_agent=options.red_agent or args.red_agent)
     agent = load_agent(checkpoint, args)
@@ -951,13 +957,22 @@ def preset(*names: str, **flags: Any) -> Args:
     return Args(**preset_values(*names) | flags)
 
 
+def saved_args(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The arguments in a checkpoint."""
+    values = {name: value for name, value in checkpoint["args"].items() if name in Args.__dataclass_fields__}
+    try:
+        return asdict(Args(**values | {"resume": False}))
+    except TypeError as error:
+        raise UsageError(f"The arguments in the checkpoint are none of this script's ({error}).") from None
+
+
 def parse_args(argv: list[str]) -> Args:
     """Arguments from the presets after --configs, or from the run to --resume, and from flags, which win."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--configs", nargs="+", default=[])
     configs, flags = parser.parse_known_args(argv)
     first, _ = tyro.cli(RunArgs, args=flags, add_help=False, return_unknown_args=True)
-    values = load(Path(first.logdir, "latest.pt"))["args"] if first.resume and first.logdir else {}
+    values = saved_args(load(Path(first.logdir, "latest.pt"))) if first.resume and first.logdir else {}
     values |= preset_values(*configs.configs)
     groups = RunArgs(), EnvironmentArgs(), PPOArgs()  # as --help shows them
     for group in groups:
