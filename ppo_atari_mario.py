@@ -806,17 +806,14 @@ def preset(*names: str, **flags: Any) -> Args:
 
 def saved_args(checkpoint: dict[str, Any], argv: list[str]) -> dict[str, Any]:
     """The arguments in a checkpoint. A module that its env_id names is imported only if the user names it too."""
-    values = {
-        name: checkpoint["args"].get(name) for name in Args.__dataclass_fields__.keys() & checkpoint["args"].keys()
-    }
     try:
-        env_id = Args(**values | {"resume": False}).env_id
-        require(
-            ":" not in env_id or env_id in argv, f"{env_id} imports a module: if you trust it, add --env-id {env_id}."
-        )
-    except TypeError as error:
+        values = {name: value for name, value in checkpoint["args"].items() if name in Args.__dataclass_fields__}
+        args = Args(**values | {"resume": False})
+        trusted = ":" not in args.env_id or args.env_id in argv
+    except (AttributeError, TypeError) as error:
         raise UsageError(f"The arguments in the checkpoint are none of this script's ({error}).") from None
-    return values | {"resume": False}
+    require(trusted, f"{args.env_id} imports a module: if you trust it, add --env-id {args.env_id}.")
+    return asdict(args)
 
 
 def parse_args(argv: list[str]) -> Args:
