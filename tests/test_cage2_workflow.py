@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import itertools
 import json
 import math
-import os
-import re
 import signal
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -23,21 +19,12 @@ from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from envs.cage2 import ACTION_NAMES, HOSTS, workflow
-from tests.conftest import ROOT, assert_same, spy
-from tests.test_cage2_script import tiny_args
-from tests.test_distributed import assert_close_runs, run_ranks, tiny
-from tests.test_resume import fork, rows, wait, wait_until
+from envs.cage2 import ACTION_NAMES, HOSTS, search, workflow
+from tests.conftest import assert_same, columns, command_line, fork, spy, tiny_args, wait
+from tests.test_resume import die_at
 
 USER_FIRST = "user,defender,enterprise,op_server,op_host"
 USER_LAST = "defender,enterprise,op_server,op_host,user"
-
-
-@pytest.fixture(autouse=True)
-def _no_curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without curves.png, most of the time of so short a run; inherited by forked children."""
-    if "cage2" in request.fixturenames:
-        monkeypatch.setattr(request.getfixturevalue("cage2"), "plot_curves", lambda logdir: None)
 
 
 def action(name: str) -> int:
@@ -316,7 +303,7 @@ def test_an_episode_without_a_judged_fix_costs_a_fifth_of_lambda() -> None:
 
 
 def test_the_final_observation_shows_the_order_of_the_episode_that_ended(cage2: ModuleType) -> None:
-    vec_env = cage2.make_envs(cage2.Args(num_envs=5, max_steps=7, workflow="any"))
+    vec_env = cage2.make_envs(cage2.Args(max_steps=7, workflow="any"), 5)
     obs, _ = vec_env.reset(seed=3)
     assert obs.shape == (5, 211) == vec_env.observation_space.shape
     changed = 0
@@ -334,7 +321,7 @@ def test_the_final_observation_shows_the_order_of_the_episode_that_ended(cage2: 
 
 def test_orders_depend_on_the_environments_seed_and_episode_alone(cage2: ModuleType) -> None:
     def orders(num_envs: int, seed: int) -> np.ndarray:
-        vec_env = cage2.make_envs(cage2.Args(num_envs=num_envs, max_steps=2, workflow="any"))
+        vec_env = cage2.make_envs(cage2.Args(max_steps=2, workflow="any"), num_envs)
         vec_env.reset(seed=seed)
         seen = []
         for _ in range(8):
@@ -346,14 +333,14 @@ def test_orders_depend_on_the_environments_seed_and_episode_alone(cage2: ModuleT
     four = orders(4, seed=10)
     np.testing.assert_array_equal(four[:, 2:], orders(2, seed=12))
     assert len(np.unique(four)) > 20
-    vec_env = cage2.make_envs(cage2.Args(num_envs=4, workflow=USER_FIRST))
+    vec_env = cage2.make_envs(cage2.Args(workflow=USER_FIRST), 4)
     vec_env.reset(seed=0)
     assert (vec_env.orders == workflow.parse_workflow(USER_FIRST)).all()
 
 
 def test_the_state_before_the_action_is_judged(cage2: ModuleType) -> None:
     """Restoring the only compromised host leaves nothing compromised, and complies."""
-    vec_env = cage2.make_envs(cage2.Args(num_envs=64, workflow=USER_FIRST, red_agent="b_line", actions="full"))
+    vec_env = cage2.make_envs(cage2.Args(workflow=USER_FIRST, red_agent="b_line", actions="full"), 64)
     vec_env.reset(seed=0)
     game = vec_env.unwrapped
     for _ in range(3):
@@ -372,7 +359,7 @@ def test_the_state_before_the_action_is_judged(cage2: ModuleType) -> None:
 
 def test_a_copy_judges_its_own_games(cage2: ModuleType) -> None:
     """A deep copy plays on alike, and is not judged by a state that the original once was in."""
-    original = cage2.make_envs(cage2.Args(num_envs=8, workflow="any", red_agent="b_line"))
+    original = cage2.make_envs(cage2.Args(workflow="any", red_agent="b_line"), 8)
     original.reset(seed=0)
     rng = np.random.default_rng(0)
     for actions in rng.integers(48, size=(10, 8)):
@@ -385,11 +372,13 @@ def test_a_copy_judges_its_own_games(cage2: ModuleType) -> None:
         original.reset(options={"reset_mask": np.ones(8, bool)})
 
 
-def test_games_in_processes_are_judged_alike(cage2: ModuleType) -> None:
+def test_games_in_processes_are_judged_alike(cage2: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """They tell the true state in their infos; through the end of an episode, and of a saved state."""
-    args = cage2.Args(num_envs=3, num_workers=1, workflow="any", max_steps=30, red_agent="b_line")
+    args, make_env = cage2.Args(num_workers=1, workflow="any", max_steps=30, red_agent="b_line"), cage2.make_env
     rng = np.random.default_rng(0)
-    both = [cage2.make_envs(args, kind) for kind in ("batch", "subproc")]
+    both = [cage2.make_envs(args, 3)]
+    monkeypatch.setattr(cage2, "make_env", lambda *args: gym.Wrapper(make_env(*args)))
+    both.append(cage2.make_envs(args, 3))
     try:
         for vec_env in both:
             vec_env.reset(seed=4)
@@ -415,8 +404,8 @@ def test_games_in_processes_are_judged_alike(cage2: ModuleType) -> None:
 
 def test_changing_the_order_changes_the_logits(cage2: ModuleType) -> None:
     torch.manual_seed(0)
-    args = cage2.Args(num_envs=2, workflow="any")
-    agent = cage2.Agent(cage2.make_envs(args), args)
+    args = cage2.Args(workflow="any")
+    agent = cage2.Agent(cage2.make_envs(args, 2), args)
     obs = torch.zeros(2, 211)
     obs[:, -25:] = torch.as_tensor(workflow.ONE_HOTS[[0, 119]])
     one, other = agent.actor(obs).detach()
@@ -425,7 +414,7 @@ def test_changing_the_order_changes_the_logits(cage2: ModuleType) -> None:
 
 def test_operational_hosts_can_be_repaired_with_workflows(cage2: ModuleType) -> None:
     """Else an order with op_host first could not be kept: the nine reduced hosts have none of them."""
-    memory = cage2.make_envs(cage2.Args(num_envs=48, workflow="any")).env
+    memory = cage2.make_envs(cage2.Args(workflow="any"), 48).env
     memory.reset(seed=0)
     names = {ACTION_NAMES[a] for a in memory.game_actions(np.arange(48))}
     for host in set(HOSTS) - {"User0"}:
@@ -433,623 +422,197 @@ def test_operational_hosts_can_be_repaired_with_workflows(cage2: ModuleType) -> 
     assert not any("User0" in name for name in names)
 
 
-def test_the_alignment_reward_is_learnt_from_and_not_reported(cage2: ModuleType, tmp_path: Path) -> None:
-    values = {"workflow": USER_LAST, "red_agent": "sleep", "total_timesteps": 800}
-    cage2.train(tiny_args(cage2, tmp_path / "run", **values))
-    progress = cage2.read_csv(tmp_path / "run" / "progress.csv")
-    # Against Sleep nothing is ever compromised: an episode of 20 steps earns -6, reported only as learnt from.
+def test_the_alignment_reward_is_learnt_from_and_not_reported(
+    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against Sleep nothing is ever compromised: an episode of 20 steps earns -6, reported only as learnt from."""
+    calls = spy(monkeypatch, cage2, "compute_gae")
+    cage2.train(tiny_args(cage2, tmp_path / "run", workflow=USER_LAST, red_agent="sleep", reward_scale=1.0))
+    progress = {name: np.array(column) for name, column in columns(tmp_path / "run").items()}
     restores = -progress["rollout/episodic_return"]  # an episode
     assert (restores > 0).all()
     assert (restores < 20).all()
-    earned = progress["rollout/mean_reward"][0] * 25  # the first rollout: an episode and 5 more steps
+    earned = float(calls[0][0][0].sum(0).mean())  # the first rollout: an episode and 5 more steps
     assert earned == pytest.approx(-6 - restores[0] * 25 / 20, abs=1.5)
     assert np.isnan(progress["rollout/compliance"]).all()
-    assert (progress["rollout/needless_fixes"] > 0).all()
 
 
 def test_without_workflows_nothing_changes(cage2: ModuleType) -> None:
-    vec_env = cage2.make_envs(cage2.Args(num_envs=2))
+    vec_env = cage2.make_envs(cage2.Args(), 2)
     assert type(vec_env).__name__ == "Memory"
     assert vec_env.single_observation_space.shape == (186,)
     assert vec_env.single_action_space.n == 36
 
 
 def test_training_stops_when_compliance_is_confirmed(
-    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a threshold of 0, which any policy meets: after 3 episodes of each environment, not before."""
-    evaluate = cage2.evaluate
-    monkeypatch.setattr(cage2, "evaluate", lambda *a, **k: evaluate(*a, **k) | {"compliance": 0.4})
+    score = cage2.score
+    monkeypatch.setattr(cage2, "score", lambda *a, **k: score(*a, **k) | {"compliance": 0.4})
     values = {"workflow": USER_LAST, "red_agent": "b_line", "compliance_threshold": 0.0, "min_episodes": 3,
-              "total_timesteps": 4000}  # fmt: skip
+              "num_envs": 8, "total_timesteps": 2000}  # fmt: skip
     result = cage2.train(tiny_args(cage2, tmp_path / "run", **values))
     assert result["compliant"]
-    assert result["global_step"] == 600  # three rollouts of 25 steps hold three episodes of 20
+    assert 600 <= result["global_step"] < 2000  # three rollouts of 25 steps hold three episodes of 20
     assert (tmp_path / "run" / "best.pt").exists()
-    interrupt = SimpleNamespace(signum=signal.SIGTERM)  # leaves a run that has stopped by itself complete
-    again = cage2.train(tiny_args(cage2, tmp_path / "run", resume=True, **values), interrupt)
-    assert (again["global_step"], again["signal"]) == (600, signal.SIGTERM)
-    assert "compliance confirmed" in capsys.readouterr().out.splitlines()[-1]
+    assert cage2.train(tiny_args(cage2, tmp_path / "run", resume=True, **values)) == result
 
 
 def test_the_confirmed_policy_is_the_best_whatever_its_return(
     cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    evaluate, scores = cage2.evaluate, itertools.count(0, -1)  # each worse than the one before
-    answer = {"compliance": 0.9}
-    monkeypatch.setattr(cage2, "evaluate", lambda *a, **k: evaluate(*a, **k) | answer | {"score": next(scores)})
+    score, scores = cage2.score, itertools.count(0, -1)
+    monkeypatch.setattr(cage2, "score", lambda *a, **k: score(*a, **k) | {"compliance": 0.9, "score": next(scores)})
     monkeypatch.setattr(cage2, "is_compliant", lambda recent, episodes, *a: episodes.min() >= 3)
     values = {"workflow": USER_LAST, "red_agent": "b_line", "compliance_threshold": 0.5, "min_episodes": 1}
-    result = cage2.train(tiny_args(cage2, tmp_path / "run", eval_every=200, **values))
-    assert (result["compliant"], result["global_step"]) == (True, 600)
-    assert cage2.load_checkpoint(tmp_path / "run" / "best.pt")["counters"]["global_step"] == 600
-
-    scores = itertools.repeat(10)
-    monkeypatch.setattr(cage2, "is_compliant", lambda *a: False)
-    cage2.train(tiny_args(cage2, tmp_path / "lax", eval_every=200, **values))
-    (index,) = (tmp_path / "best").glob("*/index.json")
-    assert [(entry["run"], entry["score"][0]) for entry in json.loads(index.read_text())] == [("run", 1), ("lax", 0)]
-
-
-def test_a_confirmed_policy_that_the_disk_refuses_ends_nothing(
-    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Else the run would call an older, unconfirmed best.pt confirmed."""
-    evaluate, save, writes = cage2.evaluate, cage2.save_checkpoint, iter([False, True])
-
-    def save_or_refuse(path: Path, state: dict[str, Any]) -> bool:
-        return (path.name != "best.pt" or next(writes)) and save(path, state)
-
-    monkeypatch.setattr(cage2, "evaluate", lambda *a, **k: evaluate(*a, **k) | {"compliance": 0.9})
-    monkeypatch.setattr(cage2, "is_compliant", lambda recent, episodes, *a: episodes.min() >= 1)
-    monkeypatch.setattr(cage2, "save_checkpoint", save_or_refuse)
-    values = {"workflow": USER_LAST, "red_agent": "b_line", "compliance_threshold": 0.5, "min_episodes": 1}
-    result = cage2.train(tiny_args(cage2, tmp_path / "run", **values))
-    assert (result["compliant"], result["global_step"]) == (True, 400)
-    for name in ("best.pt", "latest.pt"):
-        counters = cage2.load_checkpoint(tmp_path / "run" / name)["counters"]
-        assert (counters["compliant"], counters["global_step"]) == (True, 400)
+    result = cage2.train(tiny_args(cage2, tmp_path / "run", eval_every=100, total_timesteps=1000, **values))
+    assert (result["compliant"], result["global_step"] < 1000) == (True, True)
+    assert cage2.load(tmp_path / "run" / "best.pt")["run"]["global_step"] == result["global_step"]
 
 
 def test_an_unconfirmed_stop_is_none(cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Sampled actions comply, those of the evaluation do not."""
-    evaluate = cage2.evaluate
-    monkeypatch.setattr(cage2, "evaluate", lambda *a, **k: evaluate(*a, **k) | {"compliance": 0.4})
-    values = {"workflow": USER_LAST, "red_agent": "b_line", "compliance_threshold": 0.5, "min_episodes": 1}
+    score = cage2.score
+    monkeypatch.setattr(cage2, "score", lambda *a, **k: score(*a, **k) | {"compliance": 0.4})
     monkeypatch.setattr(cage2, "is_compliant", lambda *a: True)
+    values = {"workflow": USER_LAST, "red_agent": "b_line", "compliance_threshold": 0.5, "min_episodes": 1}
     result = cage2.train(tiny_args(cage2, tmp_path / "run", **values))
     assert not result["compliant"]
-    assert result["global_step"] == 800
+    assert result["global_step"] == 300
 
 
-def killed_after_saves(cage2: ModuleType, saves: int, work: Callable[[], Any]) -> Callable[[], None]:
-    """`work` for a child process that dies of SIGKILL when it has written so many checkpoints."""
-
-    def dying() -> None:
-        save, count = cage2.save_checkpoint, itertools.count(1)
-
-        def save_and_die(*arguments: Any) -> bool:
-            saved = save(*arguments)
-            if next(count) == saves:
-                os.kill(os.getpid(), signal.SIGKILL)
-            return saved
-
-        cage2.save_checkpoint = save_and_die  # type: ignore[attr-defined]
-        work()
-
-    return dying
+# ---- which order next: envs/cage2/search.py -------------------------------------------------------------------------
 
 
-def test_two_ranks_with_workflows_learn_what_one_process_would(
-    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each environment has the orders it would have; metrics and the early stop are of all environments; those of
-    one rank alone have too few judged fixes for it."""
-    evaluate = cage2.evaluate
-    monkeypatch.setattr(cage2, "evaluate", lambda *a, **k: evaluate(*a, **k) | {"compliance": 1.0})
-    values = {"workflow": "any", "red_agent": "b_line", "total_timesteps": 300, "max_steps": 5,
-              "compliance_threshold": 0.0, "min_episodes": 10}  # fmt: skip
-    assert cage2.train(tiny(cage2, tmp_path / "one", **values))["global_step"] == 200
-    output = tmp_path / "output.txt"
-    codes = run_ranks(2, lambda: cage2.train(tiny(cage2, tmp_path / "two", **values))["signal"], output)
-    assert codes == [0, 0], output.read_text()
-    assert_close_runs(tmp_path / "one", tmp_path / "two")
-
-
-@pytest.mark.parametrize(
-    ("flags", "words"),
-    [
-        (["--workflow", "users"], ["--workflow", "'users'", "user"]),
-        (["--compliance-threshold", "0.9"], ["--compliance-threshold needs --workflow"]),
-        (["--workflow", "any", "--min-episodes", "3"], ["--min-episodes needs --compliance-threshold"]),
-        (["--configs", "document", "workflow", "--total-timesteps", "20000"], ["--min-episodes 10", "8 episodes"]),
-        (["search", "--shared", "x.pt", "--shared-timesteps", "9"], ["--shared-timesteps", "would not train"]),
-        (["--workflow", "any", "--compliance-threshold", "95"], ["--compliance-threshold", "[0, 1]", "95"]),
-        (["--workflow", "any", "--init-from", "/nowhere.pt", "--no-compile"], ["/nowhere.pt"]),
-        (["--workflow", "any", "--init-from", "results/cage2_best.pt", "--no-compile"], ["cage2_best.pt", "inputs"]),
-        (["play", "--checkpoint", "results/cage2_best.pt", "--workflow", "any"], ["--workflow any", "without"]),
-        (["search", "--n-workflows", "121"], ["--n-workflows", "1..120", "121"]),
-        (["search", "--resume"], ["--resume", "--logdir"]),
-        (["search", "--shared", "results/cage2_best.pt"], ["cage2_best.pt", "--workflow any"]),
-        (["search", "--gp-beta", "-1"], ["--gp-beta", "-1"]),
-        (["search", "--eval-episodes", "1"], ["--eval-episodes", "at least 2"]),
-        (["search", "--update-every-steps", "6000"], ["--update-every-steps 6000", "5000"]),
-        (["search", "--shared-timesteps", "1000"], ["--shared-timesteps 1000", "25600"]),
-        (["search", "--shared", "x.pt", "--red-agent", "b_line"], ["--shared", "--red-agent"]),
-        (["search", "--fresh-policy-per-order", "--warm-start", "last"], ["--fresh-policy-per-order", "last"]),
-        (["search", "--n-envs", "1", "--update-every-steps", "1"], ["--n-envs 1", "--update-every-steps 1"]),
-        (["search", "--min-episodes", "51"], ["--min-episodes 51", "50 episodes of each environment in 50 updates"]),
-        (["--max-steps", "2147483648"], ["--max-steps", "1..100000", "2147483648"]),
-        (["--gamma", "1"], ["--gamma 1", "--finite-horizon"]),
-        (["play", "--seed", "-1"], ["--seed", "-1"]),
-    ],
-)
-def test_mistakes_are_refused_in_one_sentence(
-    cage2: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path, flags: list[str], words: list[str]
-) -> None:
-    code = cage2.main([*flags, "--logdir", str(tmp_path / "run")] if flags != ["search", "--resume"] else flags)
-    error = capsys.readouterr().err
-    assert code == 2
-    assert len(error.strip().splitlines()) == 1
-    assert all(word in error for word in words), error
-    assert not list(tmp_path.glob("run/history.json"))  # nothing is in the way of a second try
-
-
-# ---- Gaussian process -----------------------------------------------------------------------------------------------
-
-
-def test_distances_are_kendalls(cage2: ModuleType) -> None:
+def test_distances_are_kendalls() -> None:
     for a, b in [(0, 0), (0, 1), (0, 119), (7, 93)]:
         one, other = workflow.ORDERS[a], workflow.ORDERS[b]
         pairs = [(x, y) for i, x in enumerate(one) for y in one[i + 1 :]]
-        assert cage2.DISCORDANT[a, b] == sum(other.index(x) > other.index(y) for x, y in pairs)
-    assert cage2.DISCORDANT.max() == 10
+        assert search.DISCORDANT[a, b] == sum(other.index(x) > other.index(y) for x, y in pairs)
+    assert search.DISCORDANT.max() == 10
 
 
-def test_the_mallows_kernel_is_positive_definite_and_the_documents_is_not(cage2: ModuleType) -> None:
+def test_the_mallows_kernel_is_positive_definite_and_the_documents_is_not() -> None:
     for scale in (0.05, 0.3, 1.0):
-        kernel = cage2.mallows_kernel(scale)
+        kernel = search.mallows_kernel(scale)
         assert np.linalg.eigvalsh(kernel).min() > 1e-5
-        squared = ((cage2.PAIR_SIGNS[:, None] - cage2.PAIR_SIGNS[None]) ** 2).sum(-1)
+        squared = ((search.PAIR_SIGNS[:, None] - search.PAIR_SIGNS[None]) ** 2).sum(-1)
         np.testing.assert_allclose(kernel, np.exp(-scale / 4 * squared))  # an RBF on the pairwise features
-    of_document = np.exp(-((cage2.DISCORDANT / 10) ** 2) / (2 * 0.5**2))  # an RBF on the normalised distance
+    of_document = np.exp(-((search.DISCORDANT / 10) ** 2) / (2 * 0.5**2))  # an RBF on the normalised distance
     assert np.linalg.eigvalsh(of_document).min() == pytest.approx(-0.69, abs=0.01)
 
 
-def test_the_posterior_of_one_and_two_observations_in_closed_form(cage2: ModuleType) -> None:
-    kernel = cage2.mallows_kernel(0.3)
-    mean, std = cage2.gp_posterior(kernel, [4], np.array([2.0]), np.array([0.5]))
+def test_the_posterior_of_one_and_two_observations_in_closed_form() -> None:
+    kernel = search.mallows_kernel(0.3)
+    mean, std = search.gp_posterior(kernel, [4], np.array([2.0]), np.array([0.5]))
     np.testing.assert_allclose(mean, kernel[4] * 2.0 / 1.5)
     np.testing.assert_allclose(std, np.sqrt(1 - kernel[4] ** 2 / 1.5))
     # two observations: the inverse of [[1 + s, k], [k, 1 + t]]
     k, s, t = kernel[4, 50], 0.1, 0.4
     inverse = np.array([[1 + t, -k], [-k, 1 + s]]) / ((1 + s) * (1 + t) - k**2)
-    mean, std = cage2.gp_posterior(kernel, [4, 50], np.array([2.0, -1.0]), np.array([s, t]))
-    np.testing.assert_allclose(mean, kernel[:, [4, 50]] @ inverse @ [2.0, -1.0])
+    mean, std = search.gp_posterior(kernel, [4, 50], np.array([2.0, -1.0]), np.array([s, t]))
     cross = kernel[:, [4, 50]]
+    np.testing.assert_allclose(mean, cross @ inverse @ [2.0, -1.0])
     np.testing.assert_allclose(std**2, 1 - np.einsum("ni,ij,nj->n", cross, inverse, cross))
 
 
-def record(order: int, value: float, **other: Any) -> dict[str, Any]:
-    name = ",".join(workflow.ORDERS[order])
-    return {"workflow": name, "mean_return": value, "standard_error": 0.1, "compliant": True} | other
-
-
-def test_the_posterior_is_in_units_of_the_return(cage2: ModuleType) -> None:
-    history = [record(0, -14.0), record(60, -20.0), record(119, -17.0)]
-    mean, std = cage2.posterior_returns(cage2.SearchArgs(), history)
+def test_the_posterior_is_in_units_of_the_return() -> None:
+    mean, std = search.posterior_returns([0, 60, 119], [-14.0, -20.0, -17.0], [0.1] * 3, 0.2)
     np.testing.assert_allclose(mean[[0, 60, 119]], [-14, -20, -17], atol=0.05)
     np.testing.assert_allclose(std[[0, 60, 119]], 0.1, rtol=0.05)
     assert std.max() > 10 * std[0]
-    gated = cage2.SearchArgs(gp_gate=True)
-    history[0] |= {"compliant": False}
-    mean, _ = cage2.posterior_returns(gated, history)
-    assert mean[0] < -15
-    assert cage2.accepted(gated, history) == history[1:]
 
 
-def test_the_schedule_of_srinivas(cage2: ModuleType) -> None:
-    assert math.sqrt(cage2.srinivas_beta(1)) == pytest.approx(3.9, abs=0.05)
-    assert math.sqrt(cage2.srinivas_beta(20)) == pytest.approx(5.2, abs=0.05)
+def test_the_schedule_of_srinivas() -> None:
+    assert math.sqrt(search.srinivas_beta(1)) == pytest.approx(3.9, abs=0.05)
+    assert math.sqrt(search.srinivas_beta(20)) == pytest.approx(5.2, abs=0.05)
 
 
-def tries(cage2: ModuleType, args: Any, landscape: np.ndarray) -> list[int]:
+def tries(landscape: np.ndarray, number: int, seed: int = 1) -> list[int]:
     """The orders that a search tries if `landscape` (120,) are the returns."""
-    history: list[dict[str, Any]] = []
-    for _ in range(args.n_workflows):
-        order = cage2.next_order(args, history)
-        history.append(record(order, landscape[order]))
-    return [workflow.parse_workflow(r["workflow"]) for r in history]
+    tried: list[int] = []
+    for _ in range(number):
+        tried.append(search.next_order(tried, landscape[tried].tolist(), [0.1] * len(tried), seed=seed))
+    return tried
 
 
-def test_the_first_orders_are_drawn_by_seed_and_none_is_tried_twice(cage2: ModuleType) -> None:
+def test_the_first_orders_are_drawn_by_seed_and_none_is_tried_twice() -> None:
     landscape = np.random.default_rng(0).normal(size=120)
-    runs = [tries(cage2, cage2.SearchArgs(seed=seed, n_workflows=20), landscape) for seed in (1, 1, 2)]
+    runs = [tries(landscape, 20, seed) for seed in (1, 1, 2)]
     assert runs[0] == runs[1]
     assert runs[0][:3] != runs[2][:3]
     assert all(len(set(run)) == 20 for run in runs)
-    everything = tries(cage2, cage2.SearchArgs(n_workflows=120), landscape)
-    assert sorted(everything) == list(range(120))
+    assert sorted(tries(landscape, 120)) == list(range(120))
 
 
-def test_beta_trades_the_mean_for_uncertainty(cage2: ModuleType) -> None:
+def test_beta_trades_the_mean_for_uncertainty() -> None:
     """After two good orders and a bad one: no beta stays near the good ones, a large one goes far away from all."""
-    history = [record(0, 1.0), record(119, -1.0), record(1, 0.9)]
-    near = cage2.next_order(cage2.SearchArgs(gp_beta=0.0), history)
-    far = cage2.next_order(cage2.SearchArgs(gp_beta=1e6), history)
-    tried = [0, 1, 119]
-    assert cage2.DISCORDANT[near, 0] == 1
-    assert cage2.DISCORDANT[far, tried].min() > cage2.DISCORDANT[near, tried].min() + 1
-    assert cage2.next_order(cage2.SearchArgs(gp_beta="srinivas"), history) not in tried
+    tried, seen = [0, 119, 1], ([1.0, -1.0, 0.9], [0.1] * 3)
+    near, far = (search.next_order(tried, *seen, beta=beta) for beta in (0.0, 1e6))
+    assert search.DISCORDANT[near, 0] == 1
+    assert search.DISCORDANT[far, tried].min() > search.DISCORDANT[near, tried].min() + 1
+    assert search.next_order(tried, *seen, beta=None) not in tried
 
 
-def test_gp_ucb_halves_the_regret_of_random_orders(cage2: ModuleType) -> None:
+def test_gp_ucb_halves_the_regret_of_random_orders() -> None:
     """On 30 landscapes that are sums over the ten pairs of types, and some noise."""
     rng = np.random.default_rng(0)
     regrets: dict[str, list[float]] = {"gp": [], "random": []}
     for seed in range(30):
-        landscape = cage2.PAIR_SIGNS @ rng.normal(size=10) + 0.3 * rng.normal(size=120)
-        args = cage2.SearchArgs(seed=seed, n_workflows=20)
-        regrets["gp"].append(landscape.max() - landscape[tries(cage2, args, landscape)].max())
+        landscape = search.PAIR_SIGNS @ rng.normal(size=10) + 0.3 * rng.normal(size=120)
+        regrets["gp"].append(landscape.max() - landscape[tries(landscape, 20, seed)].max())
         regrets["random"].append(landscape.max() - landscape[rng.permutation(120)[:20]].max())
     assert np.mean(regrets["gp"]) < np.mean(regrets["random"]) / 2
 
 
-# ---- the search -----------------------------------------------------------------------------------------------------
+# ---- the search of the script ---------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="session")
-def shared(cage2: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A barely trained policy for any order."""
-    run = tmp_path_factory.mktemp("shared") / "run"
-    cage2.train(tiny_args(cage2, run, workflow="any", red_agent="b_line"))
-    return run / "latest.pt"
+def run_search(cage2: ModuleType, folder: Path, n_workflows: int = 3, **values: Any) -> dict[str, Any]:
+    """A search of orders with tiny trainings."""
+    options = cage2.SearchArgs(n_workflows=n_workflows, n_start=2, judge_episodes=4, shared_timesteps=2 * 256 * 25)
+    args = tiny_args(cage2, folder, workflow="any", red_agent="meander", save_every=100, **values)
+    return cage2.search(options, args)
 
 
-def search_args(cage2: ModuleType, logdir: Path, shared: Path, **values: Any) -> Any:
-    tiny: dict[str, Any] = {"logdir": str(logdir), "shared": str(shared), "n_workflows": 4, "n_start": 2, "n_envs": 4,
-                            "update_every_steps": 20, "train_episodes_per_env": 12, "compliance_threshold": 1.0,
-                            "eval_episodes": 10}  # fmt: skip
-    return cage2.SearchArgs(**(tiny | values))
+def without_paths(folder: Path) -> list[dict[str, Any]]:
+    return json.loads((folder / "history.json").read_text())["history"]
 
 
-def without_times(history: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v for k, v in entry.items() if k not in ("seconds", "checkpoint")} for entry in history]
+def test_a_search_killed_anywhere_goes_on_and_ends_alike(cage2: ModuleType, tmp_path: Path) -> None:
+    """In the shared training, in that of an order, and between orders; and it can be extended."""
+    output = tmp_path / "output.txt"
+    whole = run_search(cage2, tmp_path / "whole", num_minibatches=1)
+    assert len({record["workflow"] for record in whole["history"]}) == 3
+    for call in (2, 3, 4):  # updates of 25 steps: two of the shared training, three of each order's
+
+        def work(call: int = call) -> None:
+            die_at(cage2, "compute_gae", call)()
+            run_search(cage2, tmp_path / "broken", num_minibatches=1)
+
+        assert wait(fork(work, output)) == -signal.SIGKILL, output.read_text()[-2000:]
+    run_search(cage2, tmp_path / "broken", num_minibatches=1)
+    assert_same(without_paths(tmp_path / "broken"), without_paths(tmp_path / "whole"))
+    assert len(run_search(cage2, tmp_path / "broken", 4, num_minibatches=1)["history"]) == 4
+    with pytest.raises(cage2.UsageError, match="--learning-rate"):
+        run_search(cage2, tmp_path / "broken", num_minibatches=1, learning_rate=1.0)
 
 
-def test_a_search_without_a_shared_policy_trains_one_and_goes_on_after_a_kill(
-    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_damaged_history_is_named(cage2: ModuleType, tmp_path: Path) -> None:
+    for text in (b"no json", b"{}", b"\xff"):
+        (tmp_path / "history.json").write_bytes(text)
+        with pytest.raises(OSError, match=r"history\.json"):
+            run_search(cage2, tmp_path)
+
+
+def test_play_tells_how_well_the_order_was_kept(
+    cage2: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    base = tiny_args(cage2, tmp_path, workflow="any", red_agent="b_line", save_every=200)
-    monkeypatch.setattr(cage2, "search_base", lambda args: base)
-    monkeypatch.setattr(cage2, "plot_search", lambda *arguments: None)
-    whole, broken, out = tmp_path / "whole", tmp_path / "broken", tmp_path / "out"
-
-    def work(logdir: Path, **values: Any) -> Callable[[], int | None]:
-        args = search_args(cage2, logdir, tmp_path, n_workflows=1, shared_timesteps=800, **values)
-        return lambda: cage2.search(replace(args, shared=None))
-
-    assert wait(fork(work(whole), out)) == 0, out.read_text()
-    # The shared policy's training saves at its start and after each update.
-    assert wait(fork(killed_after_saves(cage2, 3, work(broken)), out)) == -signal.SIGKILL
-    assert cage2.load_latest(broken / "shared")["counters"]["global_step"] == 400
-    assert wait(fork(work(broken, resume=True), out)) == 0, out.read_text()
-    (ended,), (unbroken,) = (json.loads((d / "history.json").read_text())["history"] for d in (broken, whole))
-    assert without_times([ended]) == without_times([unbroken])
-    order = Path(ended["checkpoint"]).parent.name
-    for name in ("shared", order):
-        assert_same(*(cage2.load_checkpoint(d / name / "latest.pt")["agent"] for d in (broken, whole)))
-    start = cage2.load_checkpoint(broken / order / "latest.pt")["args"]["init_from"]
-    assert start == str(broken / "shared" / "latest.pt")
-
-
-def test_a_search_killed_in_the_middle_of_an_order_goes_on_and_ends_alike(
-    cage2: ModuleType, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cage2, "plot_search", lambda *arguments: None)  # the next test draws it
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-
-    def work(logdir: Path, **values: Any) -> Callable[[], int | None]:
-        return lambda: cage2.search(search_args(cage2, logdir, shared, n_workflows=3, **values))
-
-    assert wait(fork(work(whole), tmp_path / "out")) == 0
-    # The first order saves six times, so this is in the middle of the second one's training.
-    assert wait(fork(killed_after_saves(cage2, 9, work(broken)), tmp_path / "out")) == -signal.SIGKILL
-    (second,) = broken.glob("002_*")
-    assert 0 < cage2.load_latest(second)["counters"]["global_step"] < 960
-    assert len(json.loads((broken / "history.json").read_text())["history"]) == 1
-    moved = tmp_path / "moved"  # what the order began from was stored with the old name
-    broken.rename(moved)
-    broken = moved
-    assert wait(fork(work(broken, resume=True), tmp_path / "out")) == 0
-    ended, unbroken = (json.loads((d / "history.json").read_text())["history"] for d in (broken, whole))
-    assert_same(without_times(ended), without_times(unbroken))
-    assert len({entry["workflow"] for entry in ended}) == 3
-    for entry in ended:
-        name = Path(entry["checkpoint"]).parent.name
-        assert_same(*(cage2.load_checkpoint(d / name / "latest.pt")["agent"] for d in (broken, whole)))
-    assert len((broken / "search.csv").read_text().splitlines()) == 4
-
-
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_a_search_in_the_middle_of_an_order_and_it_can_go_on(
-    cage2: ModuleType, shared: Path, tmp_path: Path, signum: int, code: int
-) -> None:
-    logdir, output = tmp_path / "s", tmp_path / "out"
-    flags = ["--n-envs", "4", "--update-every-steps", "20", "--compliance-threshold", "1.0", "--eval-episodes", "10",
-             "--n-workflows", "1"]  # fmt: skip
-    begin = ["search", "--logdir", str(logdir), "--shared", str(shared), "--train-episodes-per-env", "100000", *flags]
-    pid = fork(lambda: cage2.main(begin), output)
-    wait_until(pid, lambda: any(logdir.glob("001_*/timing.csv")), output)
-    os.kill(pid, signum)
-    assert wait(pid) == code
-    text = output.read_text()
-    assert text.splitlines()[-1] == f"The search has stopped; continue it with search --resume --logdir {logdir}"
-    assert "Traceback" not in text
-    assert json.loads((logdir / "history.json").read_text())["history"] == []  # the order is not done
-    (order,) = logdir.glob("001_*")
-    updates = cage2.load_latest(order)["counters"]["update"]
-    assert updates == rows(order) >= 1
-    pid = fork(lambda: cage2.main(["search", "--resume", "--logdir", str(logdir)]), output)
-    wait_until(pid, lambda: rows(order) > updates, output)
-    os.kill(pid, signum)
-    assert wait(pid) == code
-    assert cage2.load_latest(order)["counters"]["update"] > updates
-
-
-def test_a_signal_after_an_orders_training_ends_the_search_with_that_order_done(
-    cage2: ModuleType, shared: Path, tmp_path: Path
-) -> None:
-    """No training looks for signals any more when it draws its curves."""
-    logdir = tmp_path / "s"
-
-    def work() -> int:
-        plot_curves = cage2.plot_curves
-
-        def plot_and_interrupt(folder: Path) -> None:
-            plot_curves(folder)
-            os.kill(os.getpid(), signal.SIGINT)
-
-        cage2.plot_curves = plot_and_interrupt
-        return cage2.search(search_args(cage2, logdir, shared))
-
-    assert wait(fork(work, tmp_path / "out")) == signal.SIGINT
-    assert len(json.loads((logdir / "history.json").read_text())["history"]) == 1
-    assert "Traceback" not in (tmp_path / "out").read_text()
-
-
-def test_a_search_does_not_go_on_with_another_shared_policy(cage2: ModuleType, shared: Path, tmp_path: Path) -> None:
-    own = tmp_path / "shared.pt"
-    own.write_bytes(shared.read_bytes())
-    cage2.search(search_args(cage2, tmp_path / "s", own, n_workflows=1))
-    checkpoint = cage2.load_checkpoint(own)
-    cage2.save_checkpoint(own, checkpoint | {"counters": checkpoint["counters"] | {"seconds": 1.0}})
-    with pytest.raises(cage2.UsageError, match="no longer the policy"):
-        cage2.search(search_args(cage2, tmp_path / "s", own, n_workflows=2, resume=True))
-
-
-def test_a_run_starts_from_the_policy_that_it_is_given(cage2: ModuleType, shared: Path, tmp_path: Path) -> None:
-    values = {"workflow": "any", "red_agent": "b_line", "total_timesteps": 200, "learning_rate": 1e-30}
-    cage2.train(tiny_args(cage2, tmp_path / "run", init_from=str(shared), **values))
-    assert_same(*(cage2.load_checkpoint(path)["agent"] for path in (tmp_path / "run" / "latest.pt", shared)))
-
-
-def test_a_search_prints_the_five_best_and_can_be_extended(
-    cage2: ModuleType, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    args = search_args(cage2, tmp_path / "s", shared, n_workflows=2, fresh_policy_per_order=True)
-    assert cage2.search(args) is None
-    history = json.loads((tmp_path / "s" / "history.json").read_text())["history"]
-    output = capsys.readouterr().out
-    assert "Without a workflow" not in output
-    assert (tmp_path / "s" / "search.png").stat().st_size > 0
-    best = max(history, key=lambda entry: entry["mean_return"])
-    assert best["workflow"] in output.split("The five best")[1].splitlines()[1]
-    assert all(cage2.load_checkpoint(Path(entry["checkpoint"]))["args"]["init_from"] is None for entry in history)
-    with pytest.raises(cage2.UsageError, match="already holds a search"):
-        cage2.search(args)
-    resume = ["search", "--resume", "--logdir", str(tmp_path / "s")]
-    assert cage2.main(resume) == 0  # nothing is left to do, and nothing changes
-    again = json.loads((tmp_path / "s" / "history.json").read_text())
-    assert (again["history"], again["args"]["n_workflows"]) == (history, 2)
-    assert cage2.main([*resume, "--seed", "77"]) == 2
-    assert "search --resume cannot change --seed from 1 to 77" in capsys.readouterr().err
-    assert cage2.main([*resume, "--n-workflows", "3"]) == 0
-    extended = json.loads((tmp_path / "s" / "history.json").read_text())["history"]
-    assert extended[:2] == history
-    assert len(extended) == 3
-
-
-def test_a_search_reports_the_policy_without_a_workflow_beside_the_orders(
-    cage2: ModuleType, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Judged on the episodes that the orders are judged by, under the search's red agent and rules."""
-    plain = ROOT / "results" / "cage2_best.pt"
-    args = search_args(cage2, tmp_path / "s", shared, n_workflows=1, baseline=str(plain))
-    assert cage2.search(args) is None
-    saved = json.loads((tmp_path / "s" / "history.json").read_text())
-    trained = cage2.known_args(cage2.load_checkpoint(plain)["args"])
-    run = cage2.known_args(cage2.load_checkpoint(Path(saved["history"][0]["checkpoint"]))["args"])
-    same = replace(trained, red_agent=run.red_agent, version=run.version, max_steps=run.max_steps,
-                               num_envs=1, eval_episodes=args.eval_episodes)  # fmt: skip
-    agent = cage2.Agent(cage2.make_envs(same), same)
-    cage2.load_policy(agent, plain)
-    expected = cage2.evaluate(agent, same, seed=1_000_000)
-    different = {name: getattr(trained, name) for name in ("red_agent", "max_steps", "version")
-                 if getattr(trained, name) != getattr(run, name)}  # fmt: skip
-    assert saved["baseline"] == {"mean_return": expected["mean_return"], "standard_error": expected["standard_error"],
-                                 "trained_with": different}  # fmt: skip
-    output = capsys.readouterr().out
-    assert f"Without a workflow: return {expected['mean_return']:.2f} +- " in output
-    assert f"(trained with --red-agent {trained.red_agent}" in output
-    with pytest.raises(cage2.UsageError, match="was trained with --workflow any; name a run without one"):
-        cage2.search(search_args(cage2, tmp_path / "t", shared, baseline=str(shared)))
-    assert not (tmp_path / "t" / "history.json").exists()  # nothing is in the way of a second try
-
-
-def test_another_baseline_is_judged_anew_and_under_the_searchs_own_rules(
-    cage2: ModuleType, shared: Path, tmp_path: Path
-) -> None:
-    """With Green, which the baseline's own training did not know, its return is another one."""
-    state = cage2.load_checkpoint(shared)
-    state["args"]["green"] = True
-    cage2.save_checkpoint(tmp_path / "green.pt", state)
-    plain = ROOT / "results" / "cage2_best.pt"
-    args = search_args(cage2, tmp_path / "s", tmp_path / "green.pt", n_workflows=1, baseline=str(plain))
-    assert cage2.search(args) is None
-
-    def saved() -> dict[str, Any]:
-        return json.loads((tmp_path / "s" / "history.json").read_text())
-
-    first = saved()
-    run = cage2.known_args(cage2.load_checkpoint(Path(first["history"][0]["checkpoint"]))["args"])
-    trained = cage2.known_args(cage2.load_checkpoint(plain)["args"])
-    assert (run.green, trained.green) == (True, False)
-    same = replace(trained, red_agent=run.red_agent, green=True, version=run.version, max_steps=run.max_steps,
-                   num_envs=1, eval_episodes=args.eval_episodes)  # fmt: skip
-    assert first["baseline"]["mean_return"] == cage2.judge(same, plain)["mean_return"]
-    assert first["baseline"]["mean_return"] != cage2.judge(replace(same, green=False), plain)["mean_return"]
-    other = cage2.load_checkpoint(plain)
-    other["agent"] = {name: 0.5 * tensor for name, tensor in other["agent"].items()}
-    cage2.save_checkpoint(tmp_path / "other.pt", other)
-    argv = ["search", "--resume", "--logdir", str(tmp_path / "s")]
-    assert cage2.main([*argv, "--baseline", str(tmp_path / "other.pt")]) == 0
-    second = saved()
-    assert second["args"]["baseline"] == str(tmp_path / "other.pt")
-    assert second["baseline"]["mean_return"] == cage2.judge(same, tmp_path / "other.pt")["mean_return"]
-    assert second["baseline"] != first["baseline"]
-    (tmp_path / "green.pt").rename(tmp_path / "moved.pt")
-    assert cage2.main([*argv, "--n-workflows", "2", "--shared", str(tmp_path / "moved.pt")]) == 0
-    assert saved()["baseline"] == second["baseline"]
-    assert len(saved()["history"]) == 2
-
-
-def test_an_order_whose_last_policy_is_not_on_the_disk_is_not_judged(
-    cage2: ModuleType, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    save = cage2.save_checkpoint
-    monkeypatch.setattr(
-        cage2, "save_checkpoint", lambda path, state: state["counters"]["update"] == 0 and save(path, state)
-    )
-    argv = ["search", "--logdir", str(tmp_path / "s"), "--shared", str(shared), "--n-envs", "4", "--n-workflows", "1",
-            "--update-every-steps", "20", "--train-episodes-per-env", "12"]  # fmt: skip
-    assert cage2.main(argv) == 1
-    assert "the last checkpoint was not written; make room" in capsys.readouterr().err
-    assert json.loads((tmp_path / "s" / "history.json").read_text())["history"] == []
-
-
-@pytest.mark.parametrize("text", ["[]", "null", '{"args": [], "history": []}', '{"args": {}}', '{"args"'])
-def test_a_history_of_another_form_is_named(cage2: ModuleType, tmp_path: Path, text: str) -> None:
-    (tmp_path / "history.json").write_text(text)
-    with pytest.raises(cage2.UsageError, match="is damaged"):
-        cage2.parse_search_args(["--resume", "--logdir", str(tmp_path)])
-
-
-def test_a_search_whose_script_has_lost_a_field_goes_on(cage2: ModuleType, tmp_path: Path) -> None:
-    saved = {"args": {"n_start": 7, "gone": 1}, "shared_hash": "", "baseline": None, "history": []}
-    (tmp_path / "history.json").write_text(json.dumps(saved))
-    assert cage2.parse_search_args(["--resume", "--logdir", str(tmp_path)]).n_start == 7
-
-
-def test_paths_and_numbers_of_numpy_are_arguments_of_a_search_too(cage2: ModuleType) -> None:
-    args = cage2.SearchArgs(logdir=Path("search"), shared=Path("latest.pt"), n_workflows=np.int64(2))
-    assert (args.logdir, args.shared, args.n_workflows) == ("search", "latest.pt", 2)
-    json.dumps(dataclasses.asdict(args))
-
-
-def test_a_search_in_a_place_that_is_no_folder_is_refused(cage2: ModuleType, shared: Path, tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(cage2.UsageError, match="cannot be written"):
-        cage2.search(search_args(cage2, tmp_path / "file", shared))
-
-
-def test_an_orders_learning_rate_decays_whatever_the_shared_runs_did(cage2: ModuleType) -> None:
-    base = cage2.Args(workflow="any", anneal_lr=False)
-    assert cage2.order_args(cage2.SearchArgs(), base, 0).anneal_lr
-
-
-def test_an_orders_confirmation_does_not_depend_on_how_the_shared_run_was_evaluated(cage2: ModuleType) -> None:
-    hasty = cage2.Args(workflow="any", eval_episodes=1, capture_video=True)
-    run = cage2.order_args(cage2.SearchArgs(), hasty, 0)
-    assert (run.eval_episodes, run.capture_video) == (cage2.Args.eval_episodes, False)
-
-
-def test_the_schedule_counts_the_choices_from_1(cage2: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    history = [record(order, float(order)) for order in (0, 60, 119)]
-    calls = spy(monkeypatch, cage2, "srinivas_beta")
-    cage2.next_order(cage2.SearchArgs(gp_beta="srinivas"), history)
-    assert [given for given, _ in calls] == [(4,)]  # after three
-
-
-def test_a_rollout_in_which_no_episode_ends_has_no_compliance(cage2: ModuleType, tmp_path: Path) -> None:
-    cage2.train(tiny_args(cage2, tmp_path / "run", workflow="any", max_steps=100, num_steps=20, total_timesteps=160))
-    assert np.isnan(cage2.read_csv(tmp_path / "run" / "progress.csv")["rollout/compliance"]).all()
-
-
-def test_a_search_does_not_ask_for_what_its_shared_policy_was_made_from(
-    cage2: ModuleType, shared: Path, tmp_path: Path
-) -> None:
-    state = cage2.load_checkpoint(shared)
-    state["args"]["init_from"] = "/nowhere/gone.pt"
-    cage2.save_checkpoint(tmp_path / "moved.pt", state)
-    assert cage2.search(search_args(cage2, tmp_path / "s", tmp_path / "moved.pt", n_workflows=1)) is None
-
-
-def test_policies_start_from_the_nearest_or_the_last_order(
-    cage2: ModuleType, shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cage2, "plot_search", lambda *arguments: None)
-    for rule in ("nearest", "last"):
-        cage2.search(search_args(cage2, tmp_path / rule, shared, n_workflows=3, n_start=3, warm_start=rule))
-        history = json.loads((tmp_path / rule / "history.json").read_text())["history"]
-        starts = [cage2.load_checkpoint(Path(entry["checkpoint"]))["args"]["init_from"] for entry in history]
-        orders = [workflow.parse_workflow(entry["workflow"]) for entry in history]
-        nearest = int(cage2.DISCORDANT[orders[2], orders[:2]].argmin())
-        assert starts == [None, history[0]["checkpoint"], history[nearest if rule == "nearest" else 1]["checkpoint"]]
-
-
-def test_play_tells_the_order_and_how_well_it_was_kept(
-    cage2: ModuleType, shared: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    flags = ["play", "--logdir", str(shared.parent), "--checkpoint", str(shared), "--episodes", "20"]
-    summaries = []
-    for order in (USER_FIRST, USER_LAST):
-        assert cage2.main([*flags, "--workflow", order]) == 0
-        summaries.append(json.loads(capsys.readouterr().out.splitlines()[-1]))
-    assert all(0 <= summary["compliance"] <= 1 for summary in summaries)
-    assert summaries[0] != summaries[1]
-
-
-def test_a_game_of_one_step_can_be_drawn_and_no_fix_is_null_in_json(
-    cage2: ModuleType, shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    argv = ["play", "--logdir", str(tmp_path), "--checkpoint", str(shared), "--episodes", "1", "--red-agent", "sleep"]
-    assert cage2.main([*argv, "--max-steps", "1", "--save-gif"]) == 0
-    assert len(list(tmp_path.glob("gifs/run_*/*.gif"))) == 1
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert "NaN" not in last
-    assert json.loads(last)["compliance"] is None
-    assert cage2.main([*argv, "--max-steps", "3", "--render"]) == 0
-    shown = re.findall(r"Step (\d+) of 3", capsys.readouterr().out)
-    assert shown == ["0", "1", "2"]
-
-
-# ---- the shipped policies -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("red_agent", "baseline"), [("b_line", -20.2), ("meander", -18.2)])
-def test_the_shipped_policies_keep_to_any_order_at_the_return_of_plain_ppo(
-    cage2: ModuleType, red_agent: str, baseline: float
-) -> None:
-    """Ten orders, 100 episodes each, rules of HEAD; the baseline is the source project's PPO without workflows."""
-    path = ROOT / "results" / f"cage2_workflow_{red_agent}.pt"
-    assert path.stat().st_size < 300 * 1024
-    args = cage2.known_args(cage2.load_checkpoint(path)["args"])
-    assert (args.red_agent, args.version, args.workflow) == (red_agent, "head", "any")
-    agent = cage2.Agent(cage2.make_envs(replace(args, num_envs=1)), args)
-    cage2.load_policy(agent, path)
-    for order in np.random.default_rng(0).permutation(120)[:10]:
-        run = replace(args, workflow=",".join(workflow.ORDERS[order]), eval_episodes=100)
-        result = cage2.evaluate(agent, run, seed=500_000)
-        assert result["compliance"] > 0.95, run.workflow
-        assert result["mean_return"] > baseline, run.workflow
+    cage2.train(tiny_args(cage2, tmp_path / "run", workflow="any"))
+    run_main = command_line(cage2, capsys)
+    argv = ["play", "--logdir", str(tmp_path / "run"), "--red-agent", "b_line", "--workflow"]
+    code, out, err = run_main(*argv, USER_FIRST)
+    assert (code, "compliance" in out) == (0, True), err
+    code, _, err = run_main(*argv, "user")
+    assert (code, "Traceback" not in err) == (2, True), err
