@@ -23,12 +23,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from copy import copy
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -55,8 +54,8 @@ from envs.subproc_vec_env import WorkerError
 from envs.vectorize import vectorize
 
 SCRIPT, FORMAT = Path(__file__).stem, "ppo_atari_mario/3"  # FORMAT: what a checkpoint holds; copies keep it
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # they end a run after its update
-WORLD_SIZE, RANK = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))  # set by torchrun
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # processes; torchrun sets these
+RANK, LOCAL_RANK = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
 
 
 class UsageError(ValueError):
@@ -295,7 +294,7 @@ class Batch(NamedTuple):
     """Transitions to learn from; the first dimension of each tensor counts them."""
 
     obs: torch.Tensor
-    actions: torch.Tensor
+    actions: torch.Tensor  # as they were sampled, before clipping to the action space
     log_probs: torch.Tensor  # log pi_old(a|s)
     values: torch.Tensor  # V_old(s)
     advantages: torch.Tensor
@@ -356,13 +355,12 @@ def take_steps(agent: Agent, args: Args, weights: torch.Tensor, adam: Any, minib
         adam["step"] += 1
         adam["mean"] += (1 - 0.9) * (gradient - adam["mean"])
         adam["square"] += (1 - 0.999) * (gradient**2 - adam["square"])
-        mean = adam["mean"] / (
-            1 - torch.exp(adam["step"] * math.log(0.9))
-        )  # exp, since pow is slow where it underflows
-        square = adam["square"] / (1 - torch.exp(adam["step"] * math.log(0.999)))
+        step = adam["step"]  # below exp, because pow is slow where it underflows
+        mean = adam["mean"] / (1 - torch.exp(step * math.log(0.9)))
+        square = adam["square"] / (1 - torch.exp(step * math.log(0.999)))
         weights -= adam["learning_rate"] * mean / (square.sqrt() + 1e-5)  # detail 3
         steps.append(metrics)
-    return {name: torch.stack([step[name] for step in steps]) for name in metrics}
+    return {name: torch.stack([x[name] for x in steps]) for name in metrics}
 
 
 def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
@@ -437,32 +435,17 @@ def gather(x: Any) -> list[Any]:
     return objects
 
 
-@contextlib.contextmanager
-def restored_signals() -> Iterator[None]:
-    """Give signals back to whoever had them before a run."""
-    handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            if signal.getsignal(number) is not handler:
-                signal.signal(number, handler)
-
-
-@restored_signals()
-def train(args: Args) -> dict[str, Any]:
+def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
 
     Raises UsageError for arguments that cannot work, FloatingPointError for a number that is not finite, WorkerError
-    where an environment fails. A signal ends the run after its update; the result then holds its number as "signal".
+    where an environment fails. If `signals`, which `main` fills, hold a signal, the run ends after its update.
     """
     with contextlib.suppress(AttributeError):  # glibc is to keep what is freed: it costs a fifth of an update otherwise
         ctypes.CDLL(None).mallopt(-4, 0), ctypes.CDLL(None).mallopt(-1, 2**30)  # M_MMAP_MAX, M_TRIM_THRESHOLD
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
-    device = torch.device(args.device)
-    if WORLD_SIZE > 1 and device.type == "cuda":
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    device = torch.device(f"cuda:{LOCAL_RANK}" if args.device == "cuda" else args.device)
     if WORLD_SIZE > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
     rng = torch.cuda if device.type == "cuda" else torch  # whose generator draws actions and shuffles
@@ -485,9 +468,8 @@ def train(args: Args) -> dict[str, Any]:
     loss_args: Any = copy(args)
     loss_args.ent_coef = torch.zeros((), device=device)  # a tensor, since compiled code knows numbers as constants
 
-    logdir, checkpoint, lock = open_run(args)
-    # Where the run stands.
-    run = SimpleNamespace(
+    logdir, checkpoint, log = open_run(args)
+    run = SimpleNamespace(  # where the run stands
         rollouts=0, global_step=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
         training_return=math.nan, training_success=math.nan, mean_return=math.nan, best_return=-math.inf,
     )  # fmt: skip
@@ -496,26 +478,16 @@ def train(args: Args) -> dict[str, Any]:
     if checkpoint is not None:
         load_policy(checkpoint, agent)
         vars(run).update(checkpoint["run"])
-        adam |= {name: checkpoint["adam"][name].to(x.device) for name, x in adam.items()}
+        adam = {name: x.to(device) for name, x in checkpoint["adam"].items()}
         own = checkpoint["processes"][RANK % len(checkpoint["processes"])]
-        if vec_env.set_state(own["envs"]):
-            rng.set_rng_state(torch.from_numpy(own["generator"]))
+        if vec_env.set_state(tree_map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, own["envs"])):
+            rng.set_rng_state(own["generator"])
             next_obs = own["obs"]
         else:
             print("The checkpoint does not hold these environments, so new episodes begin.")
 
-    writer = open_logs(args, logdir, run.global_step) if RANK == 0 else None
-    signals: list[int] = []  # received; the first one ends the run after its update, a second one at once
-
-    def receive(number: int, frame: Any) -> None:
-        if signals:
-            raise KeyboardInterrupt
-        signals.append(number)
-
-    for number in SIGNALS:
-        if threading.current_thread() is threading.main_thread() and signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, receive)
-    first_rollout, clock, stopping = run.rollouts, time.perf_counter(), False
+    writer: Any = open_logs(args, logdir, log, run) if RANK == 0 else None
+    stopping = False
     while run.global_step < all_steps and not stopping:
         started = time.perf_counter()
         progress = run.global_step / all_steps
@@ -528,7 +500,6 @@ def train(args: Args) -> dict[str, Any]:
         rows: list[tuple[torch.Tensor, ...]] = []  # of each step, in the order below
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
         ended: list[tuple[float, int, float]] = []  # (return, length, flag reached) of each episode that ended
-        reward_sum = 0.0
         for t in range(num_steps):
             # channels last, as convolutions want them, so that not each epoch has to turn them around
             obs = torch.as_tensor(next_obs, device=device).contiguous(memory_format=torch.channels_last)
@@ -541,21 +512,26 @@ def train(args: Args) -> dict[str, Any]:
             except WorkerError as error:
                 error.add_note(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
                 raise
-            reward_sum += float(infos["raw_reward"].sum())
             if args.sign_reward:  # detail 19
                 rewards = np.sign(rewards)
             ends = terminated | (infos.get("life_lost", False) & args.episodic_life)  # detail 16
-            rows.append((obs, actions, log_probs, values, *map(torch.as_tensor, (rewards, ends, truncated))))
+            rows.append(
+                (
+                    obs,
+                    actions,
+                    log_probs,
+                    values,
+                    *map(torch.as_tensor, (rewards, ends, truncated, infos["raw_reward"])),
+                )
+            )
             for n in np.flatnonzero(terminated | truncated):
-                total, length = float(infos["episode_return"][n]), int(infos["episode_length"][n])
                 success = terminated[n] and infos.get("final_info", {}).get("flag_get", {n: False})[n]
-                ended.append((total, length, float(success)))
-                if not terminated[n]:
-                    cuts.append((t, int(n), infos["final_obs"][n]))
+                ended.append((infos["episode_return"][n], infos["episode_length"][n], success))
+            cuts += [(t, n, infos["final_obs"][n]) for n in np.flatnonzero(truncated & ~terminated).tolist()]
 
         # --- bootstrap ------------------------------------------------------------------------------------------------
         obs, actions, log_probs, values, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # (num_steps, ...)
-        rewards, terminations, truncations = (x.to(device, torch.float32) for x in others)
+        rewards, terminated, truncated, raw_rewards = (x.to(device, torch.float32) for x in others)
         with torch.no_grad():
             next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=device))[None]])
             if cuts:
@@ -564,23 +540,19 @@ def train(args: Args) -> dict[str, Any]:
 
         # --- advantages -----------------------------------------------------------------------------------------------
         advantages, returns = compute_gae(
-            rewards, values, next_values, terminations, truncations, args.gamma, args.gae_lambda
+            rewards, values, next_values, terminated, truncated, args.gamma, args.gae_lambda
         )
         if args.norm_adv in ("batch", "per_env"):
             advantages = normalize_advantages(advantages, dim=0 if args.norm_adv == "per_env" else None)
 
         # --- update ---------------------------------------------------------------------------------------------------
         batch = Batch(*(x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)))
-        if args.compile and run.rollouts == first_rollout and RANK == 0:
-            print("compiling the gradient steps, 10 to 30 s ...", flush=True)
         torch.set_num_threads(args.torch_threads)
         results: list[dict[str, torch.Tensor]] = []  # of each call of `update`
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=device)  # detail 6: each transition once an epoch
-            minibatches = [x[order].unflatten(0, (num_minibatches, -1)) for x in batch]
-            for i in range(0, num_minibatches, steps_per_call):
-                some = Batch(*(x[i : i + steps_per_call] for x in minibatches))
-                results.append(update(agent, loss_args, weights, adam, some))
+            for indices in order.view(num_minibatches, -1).split(steps_per_call):
+                results.append(update(agent, loss_args, weights, adam, Batch(*(x[indices] for x in batch))))
             run.epochs += 1
             run.minibatch_updates += num_minibatches
             epoch = results[-num_minibatches // steps_per_call :]
@@ -616,7 +588,7 @@ def train(args: Args) -> dict[str, Any]:
         if ended:
             run.training_return, run.training_success = mean_return, success_rate
         run.resets += len(ended)
-        if writer is not None:
+        if RANK == 0:
             record = {f"train/{name}": value for name, value in metrics.items()} | {
                 "train/explained_variance": explained_variance(batch.values, batch.returns),
                 "train/value_abs_error": float((batch.values - batch.returns).abs().mean()),
@@ -625,7 +597,7 @@ def train(args: Args) -> dict[str, Any]:
                 "rollout/episodic_return": mean_return,
                 "rollout/episodic_length": mean_length,
                 "rollout/success_rate": success_rate,  # of Mario's episodes, those that reached the flag
-                "rollout/mean_reward": reward_sum / len(batch.obs),
+                "rollout/mean_reward": raw_rewards.mean().item(),
                 "counters/train_steps": run.rollouts * num_steps,
                 "counters/rollouts": run.rollouts,
                 "counters/resets": run.resets,
@@ -639,24 +611,15 @@ def train(args: Args) -> dict[str, Any]:
             for name, value in record.items():
                 if math.isfinite(value):
                     writer.add_scalar(name, value, run.global_step)
-            with open(logdir / "progress.csv", "ab") as file:
-                file.truncate(run.csv_size)  # of a resumed run: cut off what was logged after its checkpoint
-                file.seek(run.csv_size)
-                if run.csv_size == 0:
-                    file.write(f"global_step,{','.join(record)}\n".encode())
-                file.write(f"{run.global_step},{','.join(map(str, record.values()))}\n".encode())
-                run.csv_size = file.tell()
-            if run.rollouts == first_rollout + 1:
-                clock = time.perf_counter()  # the first rollout, in which torch compiles, tells nothing of the others
-            pace = (time.perf_counter() - clock) / max(run.rollouts - first_rollout - 1, 1)
-            left = pace * (all_steps - run.global_step) / args.batch_size
-            line = (
-                f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
-                f"flag {run.training_success:.0%}, evaluation {run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}, "
-                f"{left / 60:.1f} min left"
-            )
-            terminal = sys.stdout is not None and sys.stdout.isatty()  # on which a line overwrites the one before
-            print(f"\r\033[K{line}" if terminal else line, end="" if terminal and not is_last else "\n", flush=True)
+            if run.rollouts == 1:
+                print("global_step", *record, sep=",", file=log)
+            print(run.global_step, *record.values(), sep=",", file=log, flush=True)
+            run.csv_size = log.tell()
+            terminal = sys.stdout is not None and sys.stdout.isatty()  # where one line is overwritten again and again
+            minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
+            line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
+            line += f"flag {run.training_success:.0%}, evaluation {run.mean_return:.2f}, {minutes:.1f} min left"
+            print(f"\r\033[K{line}" if terminal else line, end="" if terminal else "\n", flush=True)
 
         # --- save -----------------------------------------------------------------------------------------------------
         due = run.rollouts == 1 or crossed(run.global_step, args.batch_size, args.save_every)
@@ -672,19 +635,19 @@ def train(args: Args) -> dict[str, Any]:
                 save(logdir / "latest.pt", state)
 
     vec_env.close()
-    if writer is not None and lock is not None:
+    if RANK == 0:
         writer.close()
-        lock.close()
-        print(f"{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
+        log.close()
+        print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
         print(best_of_all_runs(args.env_id, logdir.parent))
         if stopping:
             print(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
-    return {"logdir": str(logdir), "signal": signals[0] if signals else None, **vars(run)}
+    return {"logdir": str(logdir), **vars(run)}
 
 
 # ---- Run folder and checkpoints --------------------------------------------------------------------------------------
-def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, Any]:
-    """The run folder, the checkpoint to continue from, or None, and a lock that keeps other runs out of the folder."""
+def open_run(args: Args) -> tuple[Path, Any, Any]:
+    """The run folder, the checkpoint to continue from, or None, and progress.csv, locked against other runs."""
     name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
     folder = Path("runs", name.replace("/", "_").replace(":", "_"))
     same_second = len(list(folder.parent.glob(f"{folder.name}*")))
@@ -693,45 +656,49 @@ def open_run(args: Args) -> tuple[Path, dict[str, Any] | None, Any]:
     if RANK > 0:
         return logdir, checkpoint, None
     logdir.mkdir(parents=True, exist_ok=True)
-    lock = open(logdir / "lock", "w")  # noqa: SIM115  (until the run ends)
+    log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
     try:
-        fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
     is_new = checkpoint is not None or not (logdir / "latest.pt").exists()
     require(is_new, f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
     for key, before in checkpoint["args"].items() if checkpoint else ():
-        if key not in ("resume", "logdir") and getattr(args, key) != before:
-            print(f"--{key.replace('_', '-')} is {getattr(args, key)} from now on; it was {before}.")
-    return logdir, checkpoint, lock
+        if key not in ("resume", "logdir") and getattr(args, key, None) != before:
+            print(f"--{key.replace('_', '-')} is {getattr(args, key, None)} from now on; it was {before}.")
+    return logdir, checkpoint, log
 
 
-def open_logs(args: Args, logdir: Path, step: int) -> SummaryWriter:
-    """Write config.json, print the sizes of the run and begin its TensorBoard log at `step`, and W&B's with --track."""
+def open_logs(args: Args, logdir: Path, log: Any, run: Any) -> SummaryWriter:
+    """Write config.json, print the sizes of the run, begin its TensorBoard log, and W&B's with --track. What the logs
+    of a resumed run hold from after its checkpoint is forgotten."""
     commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
     (logdir / "config.json").write_text(json.dumps(config, indent=1))
     print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
           f"epochs x {args.num_minibatches} minibatches, seed {args.seed}: {logdir}")  # fmt: skip
+    if args.compile:
+        print("The first update compiles the gradient steps, which takes 10 to 30 s.", flush=True)
     if args.track is not None:
         import wandb
 
         *entity, project = args.track.split("/")
         wandb.init(project=project, entity="".join(entity) or None, name=logdir.name, id=logdir.name, resume="allow",
                    config=asdict(args), sync_tensorboard=True)  # fmt: skip
-    return SummaryWriter(str(logdir), purge_step=step + 1)
+    log.truncate(run.csv_size)
+    return SummaryWriter(str(logdir), purge_step=run.global_step + 1)
 
 
 def best_of_all_runs(env_id: str, folder: Path) -> str:
     """One line that names the run with the best evaluation of a task, among all runs in a folder."""
-    returns: dict[float, str] = {}
+    runs: list[tuple[float, str]] = []
     for path in folder.glob("*/best.json"):
-        with contextlib.suppress(ValueError, KeyError):  # a damaged file is no reason to end with an error
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged file is no reason to end with an error
             run = json.loads(path.read_text())
-            returns |= {run["mean_return"]: run["logdir"]} if run["env_id"] == env_id else {}
-    best = max(returns, default=math.nan)
-    return f"best of the {len(returns)} runs of {env_id} in {folder}: {best:.2f}, {returns.get(best)}"
+            runs += [(float(run["mean_return"]), run["logdir"])] if run["env_id"] == env_id else []
+    best, logdir = max(runs, default=(math.nan, None))
+    return f"best of the {len(runs)} runs of {env_id} in {folder}: {best:.2f}, {logdir}"
 
 
 def save(path: Path, state: dict[str, Any]) -> None:
@@ -749,15 +716,12 @@ def load(path: Path) -> dict[str, Any]:
     for one of another script."""
     try:
         with zipfile.ZipFile(path) as archive:
-            if archive.testzip() is not None:  # torch writes checksums but does not look at them
-                raise OSError("a checksum is wrong")
+            require(archive.testzip() is None, "a checksum is wrong")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
-        raise OSError(f"{path} is missing, damaged or no checkpoint: {str(error).splitlines()[0][:100]}") from None
-    fits = isinstance(state, dict) and state.get("format") == FORMAT
+        raise OSError(f"{path} is missing, damaged or no checkpoint ({type(error).__name__}).") from None
+    fits = isinstance(state, dict) and state.get("format") == FORMAT and {"args", "agent"} <= state.keys()
     require(fits, f"{path} is no checkpoint of {SCRIPT}.py, whose format is {FORMAT}.")
-    for name in {"processes"} & state.keys():
-        state[name] = tree_map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, state[name])
     return state
 
 
@@ -788,14 +752,13 @@ def play(options: PlayArgs) -> list[float]:
     """Play the policy of a checkpoint and print each episode's return; returns these. With --save-gif, film it."""
     positive = min(options.episodes, options.gif_frames, options.gif_fps, 51 - options.gif_fps) > 0
     require(positive, "--episodes and --gif-frames must be at least 1, --gif-fps from 1 to 50.")
-    path = Path(options.checkpoint)
-    if path.stem in ("best", "latest") and not path.is_file():
-        path = Path(options.logdir or ".", f"{path.stem}.pt")
+    is_name = options.checkpoint in ("best", "latest")
+    path = Path(options.logdir or ".", f"{options.checkpoint}.pt") if is_name else Path(options.checkpoint)
     checkpoint = load(path)
     is_shown = not options.render or (find_spec("pygame") and {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
     require(is_shown, "--render needs a display and pygame (pip install pygame); --save-gif does without.")
-    env_id = options.env_id or checkpoint["args"]["env_id"]
-    args = Args(**checkpoint["args"] | {"env_id": env_id, "device": "cpu", "torch_threads": 1, "resume": False})
+    own = {"device": "cpu", "torch_threads": 1} | ({"env_id": options.env_id} if options.env_id else {})
+    args = Args(**saved_args(checkpoint, [str(options.env_id)]) | own)
     render_mode = "human" if options.render else "rgb_array" if options.save_gif else None
     vec_env = make_envs(args, 1, render_mode)
     agent = Agent(vec_env, args)
@@ -830,12 +793,10 @@ def play(options: PlayArgs) -> list[float]:
 
 def preset_values(*names: str) -> dict[str, Any]:
     """The values of presets, layered from left to right."""
-    values: dict[str, Any] = {}
     for name in names:
         close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
         require(name in PRESETS, f"There is no preset {name!r}; did you mean {close}? Presets: {', '.join(PRESETS)}.")
-        values |= PRESETS[name]
-    return values
+    return {key: value for name in names for key, value in PRESETS[name].items()}
 
 
 def preset(*names: str, **flags: Any) -> Args:
@@ -843,22 +804,34 @@ def preset(*names: str, **flags: Any) -> Args:
     return Args(**preset_values(*names) | flags)
 
 
+def saved_args(checkpoint: dict[str, Any], argv: list[str]) -> dict[str, Any]:
+    """The arguments in a checkpoint. A module that its env_id names is imported only if the user names it too."""
+    values = {
+        name: checkpoint["args"].get(name) for name in Args.__dataclass_fields__.keys() & checkpoint["args"].keys()
+    }
+    try:
+        env_id = Args(**values | {"resume": False}).env_id
+        require(
+            ":" not in env_id or env_id in argv, f"{env_id} imports a module: if you trust it, add --env-id {env_id}."
+        )
+    except TypeError as error:
+        raise UsageError(f"The arguments in the checkpoint are none of this script's ({error}).") from None
+    return values | {"resume": False}
+
+
 def parse_args(argv: list[str]) -> Args:
     """Arguments from the presets after --configs, or from the run to --resume, and from flags, which win."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)  # of what decides about the other defaults
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--configs", nargs="+", default=[])
-    parser.add_argument("--resume", action="store_true")
-    parser.add_argument("--logdir")
-    first, flags = parser.parse_known_args(argv)
-    values = load(Path(first.logdir, "latest.pt"))["args"] if first.resume and first.logdir else {}
-    values |= preset_values(*first.configs) | {"resume": first.resume, "logdir": first.logdir}
+    configs, flags = parser.parse_known_args(argv)
+    first, _ = tyro.cli(RunArgs, args=flags, add_help=False, return_unknown_args=True)
+    values = saved_args(load(Path(first.logdir, "latest.pt")), flags) if first.resume and first.logdir else {}
+    values |= preset_values(*configs.configs)
+    groups = RunArgs(), EnvironmentArgs(), PPOArgs()  # as --help shows them
+    for group in groups:
+        vars(group).update({name: values[name] for name in vars(group) & values.keys()})
 
-    def default(group: Any) -> Any:
-        return group(**{field.name: values[field.name] for field in fields(group) if field.name in values})
-
-    run, environments, ppo = default(RunArgs), default(EnvironmentArgs), default(PPOArgs)
-
-    def parse(run: RunArgs = run, environments: EnvironmentArgs = environments, ppo: PPOArgs = ppo) -> Args:
+    def parse(run: RunArgs = groups[0], environments: EnvironmentArgs = groups[1], ppo: PPOArgs = groups[2]) -> Args:
         return Args(**vars(run), **vars(environments), **vars(ppo))
 
     presets = f"--configs NAME ... takes presets, in layers: {', '.join(PRESETS)}. Flags win over them."
@@ -867,12 +840,23 @@ def parse_args(argv: list[str]) -> Args:
 
 def main(argv: list[str]) -> int:
     """The command line. Returns the exit code: 2 for wrong arguments, 1 for a failure, 128 + n after signal n."""
+    signals: list[int] = []  # received: the first one ends a run after its update, a second one at once
+
+    def receive(number: int, frame: Any) -> None:
+        if signals:
+            raise KeyboardInterrupt
+        signals.append(number)
+
     try:
         if argv[:1] == ["play"]:
             play(tyro.cli(PlayArgs, prog=f"{SCRIPT}.py play", args=argv[1:], description=play.__doc__))
             return 0
-        result = train(parse_args(argv[1:] if argv[:1] == ["train"] else argv))
-        return 128 + result["signal"] if result["signal"] else 0
+        args = parse_args(argv[1:] if argv[:1] == ["train"] else argv)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP is under nohup
+                signal.signal(number, receive)
+        train(args, signals)
+        return 128 + signals[0] if signals else 0
     except KeyboardInterrupt:
         return 130
     except (UsageError, MarioBackendError, OSError, FloatingPointError, WorkerError) as error:

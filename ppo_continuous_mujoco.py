@@ -21,10 +21,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -51,7 +50,6 @@ from envs.subproc_vec_env import WorkerError
 from envs.vectorize import vectorize
 
 SCRIPT, FORMAT = Path(__file__).stem, "ppo_continuous_mujoco/3"  # FORMAT: what a checkpoint holds; copies keep it
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # they end a run after its update
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # processes; torchrun sets these
 RANK, LOCAL_RANK = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
 
@@ -405,32 +403,11 @@ def gather(x: Any) -> list[Any]:
     return objects
 
 
-signals: list[int] = []  # those a run has received: the first one ends it after its update, a second one at once
-
-
-@contextlib.contextmanager
-def receiving_signals() -> Iterator[None]:
-    def receive(number: int, frame: Any) -> None:
-        if signals:
-            raise KeyboardInterrupt
-        signals.append(number)
-
-    signals.clear()
-    is_main = threading.current_thread() is threading.main_thread()  # other threads cannot set handlers
-    before = {n: signal.signal(n, receive) for n in SIGNALS if is_main and signal.getsignal(n) != signal.SIG_IGN}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@receiving_signals()
-def train(args: Args) -> dict[str, Any]:
+def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
 
     Raises UsageError for arguments that cannot work, FloatingPointError for a number that is not finite, WorkerError
-    where an environment fails. A signal ends the run after its update; the result then holds its number as "signal".
+    where an environment fails. If `signals`, which `main` fills, hold a signal, the run ends after its update.
     """
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
@@ -596,13 +573,11 @@ def train(args: Args) -> dict[str, Any]:
                 print("global_step", *record, sep=",", file=log)
             print(run.global_step, *record.values(), sep=",", file=log, flush=True)
             run.csv_size = log.tell()
-            start, end = (
-                ("\r\033[K", "") if sys.stdout and sys.stdout.isatty() else ("", "\n")
-            )  # a terminal has one line, overwritten
+            terminal = sys.stdout is not None and sys.stdout.isatty()  # where one line is overwritten again and again
             minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
             line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
             line += f"evaluation {run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}, {minutes:.1f} min left"
-            print(f"{start}{line}", end=end, flush=True)
+            print(f"\r\033[K{line}" if terminal else line, end="" if terminal else "\n", flush=True)
 
         # --- save -----------------------------------------------------------------------------------------------------
         due = run.rollouts == 1 or crossed(run.global_step, args.batch_size, args.save_every)
@@ -625,7 +600,7 @@ def train(args: Args) -> dict[str, Any]:
         print(best_of_all_runs(args.env_id, logdir.parent))
         if stopping:
             print(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
-    return {"logdir": str(logdir), "signal": signals[0] if signals else None, **vars(run)}
+    return {"logdir": str(logdir), **vars(run)}
 
 
 # ---- Run folder and checkpoints --------------------------------------------------------------------------------------
@@ -739,7 +714,7 @@ def play(options: PlayArgs) -> list[float]:
     is_name = options.checkpoint in ("best", "latest")
     path = Path(options.logdir or ".", f"{options.checkpoint}.pt") if is_name else Path(options.checkpoint)
     checkpoint = load(path)
-    args = Args(**saved_args(checkpoint, [str(options.env_id)]) | {"device": "cpu"})
+    args = Args(**saved_args(checkpoint, [str(options.env_id)]) | {"device": "cpu", "torch_threads": 1})
     render_mode = "human" if options.render else "rgb_array" if options.save_gif else None
     vec_env = make_envs(args, 1, RunningMeanStd(), render_mode)
     agent = Agent(vec_env, args)
@@ -818,12 +793,23 @@ def parse_args(argv: list[str]) -> Args:
 
 def main(argv: list[str]) -> int:
     """The command line. Returns the exit code: 2 for wrong arguments, 1 for a failure, 128 + n after signal n."""
+    signals: list[int] = []  # received: the first one ends a run after its update, a second one at once
+
+    def receive(number: int, frame: Any) -> None:
+        if signals:
+            raise KeyboardInterrupt
+        signals.append(number)
+
     try:
         if argv[:1] == ["play"]:
             play(tyro.cli(PlayArgs, prog=f"{SCRIPT}.py play", args=argv[1:], description=play.__doc__))
             return 0
-        result = train(parse_args(argv[1:] if argv[:1] == ["train"] else argv))
-        return 128 + result["signal"] if result["signal"] else 0
+        args = parse_args(argv[1:] if argv[:1] == ["train"] else argv)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP is under nohup
+                signal.signal(number, receive)
+        train(args, signals)
+        return 128 + signals[0] if signals else 0
     except KeyboardInterrupt:
         return 130
     except (UsageError, OSError, FloatingPointError, WorkerError) as error:

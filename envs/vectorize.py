@@ -33,7 +33,7 @@ def vectorize(
         vec_env = MujocoBatchVecEnv.like(env, num_envs, num_workers)
     else:
         vec_env = SubprocVecEnv(
-            [env_fn] * num_envs, num_workers, autoreset_mode=AutoresetMode.SAME_STEP,
+            [env_fn] * num_envs, num_workers, context="fork", autoreset_mode=AutoresetMode.SAME_STEP,
             step_timeout=step_timeout, on_worker_failure=on_worker_failure,
         )  # fmt: skip
     vec_env.spec = env.spec

@@ -3,35 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
-import math
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
 import PIL.Image
-import PIL.ImageSequence
 import pytest
 import torch
 from gymnasium.utils.env_checker import check_env
 
-import ppo_atari_mario as script
 from envs.atari import FIRE, AtariError, AtariGame
-from tests.conftest import assert_same
+from tests.conftest import assert_same, columns, tiny_args
 
 installed = all(importlib.util.find_spec(package) for package in ("ale_py", "cv2"))
 needs_ale = pytest.mark.skipif(not installed, reason="needs pip install ale-py opencv-python-headless")
-TINY: dict[str, Any] = {
-    "env_id": "ALE/SpaceInvaders-v5", "num_envs": 2, "num_steps": 16, "total_timesteps": 32, "num_minibatches": 2,
-    "minibatch_growth": 1,
-    "update_epochs": 1, "num_workers": 1, "feature_dim": 16, "eval_every": 0, "eval_episodes": 2, "video_episodes": 1,
-    "max_episode_steps": 30, "amp": False,
-}  # fmt: skip
+GAME: dict[str, Any] = {"num_steps": 16, "total_timesteps": 32, "minibatch_growth": 1, "update_epochs": 1,
+                        "amp": False, "reset_steps": 30, "noop_max": 30}  # fmt: skip
 NOOP = 0
 
 
-def tiny(logdir: Path, **values: Any) -> script.Args:
-    return script.Args(**(TINY | {"logdir": str(logdir)} | values))
+def tiny(mario: ModuleType, logdir: Path, **values: Any) -> Any:
+    return tiny_args(mario, logdir, **{"env_id": "ALE/SpaceInvaders-v5"} | GAME | values)
 
 
 def play(env: gym.Env, steps: int, seed: int) -> list[Any]:
@@ -180,9 +174,9 @@ def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
 
 
 @needs_ale
-def test_the_flags_of_the_games_reach_them(tmp_path: Path) -> None:
+def test_the_flags_of_the_games_reach_them(mario: ModuleType, tmp_path: Path) -> None:
     flags = {"frame_stack": 2, "skip": 3, "noop_max": 5, "sticky_action_probability": 0.5}
-    env: Any = script.make_env(tiny(tmp_path, **flags))
+    env: Any = mario.make_env(tiny(mario, tmp_path, **flags))
     known = (len(env.reset()[0]), env.env.frame_skip, env.env.noop_max, env.env.env.repeat_action_probability)
     assert known == tuple(flags.values())
 
@@ -197,9 +191,11 @@ def test_a_state_with_other_frames_is_refused() -> None:
 # ---- the command line -----------------------------------------------------------------------------------------------
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_packages_are_named(
+    mario: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr("envs.atari.importlib.util.find_spec", lambda name: None)
-    assert script.main(["--env-id", "ALE/Pong-v5"]) == 2
+    assert mario.main(["--env-id", "ALE/Pong-v5"]) == 2
     message = capsys.readouterr().err
     assert "pip install ale-py opencv-python-headless" in message
     assert "Traceback" not in message
@@ -208,45 +204,24 @@ def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 @needs_ale
-def test_an_unknown_game_is_refused_with_the_closest_name(capsys: pytest.CaptureFixture[str]) -> None:
-    assert script.main(["--env-id", "ALE/Breakou-v5"]) == 2
+def test_an_unknown_game_is_refused_with_the_closest_name(
+    mario: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert mario.main(["--env-id", "ALE/Breakou-v5"]) == 2
     assert "Did you mean: `Breakout`?" in capsys.readouterr().err
     for flags in (["ALE/Breakout-v4"], ["ALE/"], ["ALE/not a name"], ["ALE/Pong-v5", "--frame-stack", "0"]):
-        assert script.main(["--env-id", *flags]) == 2
+        assert mario.main(["--env-id", *flags]) == 2
         assert capsys.readouterr().err.startswith("error: ")
 
 
-@pytest.mark.parametrize(
-    ("argv", "words"),
-    [
-        (["--env-id", "ALE/Pong-v5", "--obs", "rgb64"], ["--obs", "ALE/Pong-v5"]),
-        (["--env-id", "ALE/Pong-v5", "--configs", "document"], ["--obs", "ALE/Pong-v5"]),
-        (["--no-episodic-life"], ["--episodic-life", "Mario-1-1"]),
-    ],
-)
-def test_flags_of_the_other_kind_of_game_are_refused(
-    argv: list[str], words: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert script.main(argv) == 2
-    message = capsys.readouterr().err
-    assert all(word in message for word in words)
-
-
-@needs_ale
-def test_an_undiscounted_game_is_refused_with_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
-    assert script.main(["--env-id", "ALE/Breakout-v5", "--gamma", "1"]) == 2
-    message = capsys.readouterr().err
-    assert all(word in message for word in ("--gamma 1", "set --gamma below 1."))
-
-
-def test_the_preset_has_the_published_values() -> None:
+def test_the_preset_has_the_published_values(mario: ModuleType) -> None:
     """CleanRL's, close to those of Schulman et al. 2017, table 5."""
-    args = script.parse_args(["--configs", "atari"])
+    args = mario.parse_args(["--configs", "atari"])
     expected = {
-        "num_envs": 8, "num_steps": 128, "update_epochs": 4, "minibatch_size": 256, "learning_rate": 2.5e-4,
-        "anneal_lr": True, "gamma": 0.99, "gae_lambda": 0.95, "clip_coef": 0.1, "clip_vloss": True, "ent_coef": 0.01,
-        "vf_coef": 0.5, "max_grad_norm": 0.5, "skip": 4, "noop_max": 30, "sign_reward": True, "episodic_life": True,
-        "anneal_ent": False, "total_timesteps": 10_000_000,
+        "num_envs": 8, "num_steps": 128, "update_epochs": 4, "num_minibatches": 4, "learning_rate": 2.5e-4,
+        "lr_decay": "linear", "gamma": 0.99, "gae_lambda": 0.95, "clip_coef": 0.1, "clip_vloss": True,
+        "ent_coef": 0.01, "vf_coef": 0.5, "max_grad_norm": 0.5, "skip": 4, "noop_max": 30, "sign_reward": True,
+        "episodic_life": True, "ent_decay": "none", "total_timesteps": 10_000_000,
     }  # fmt: skip
     assert {name: getattr(args, name) for name in expected} == expected
 
@@ -255,79 +230,76 @@ def test_the_preset_has_the_published_values() -> None:
 
 
 @pytest.fixture
-def rollouts(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
+def rollouts(mario: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
     """Rewards and terminations of each rollout as the learner saw them, added while a run goes on."""
     seen: list[dict[str, torch.Tensor]] = []
-    original = script.compute_gae
+    original = mario.compute_gae
 
     def spy(rewards: Any, values: Any, next_values: Any, terminations: Any, *others: Any) -> Any:
         seen.append({"rewards": rewards.clone(), "terminations": terminations.clone()})
         return original(rewards, values, next_values, terminations, *others)
 
-    monkeypatch.setattr(script, "compute_gae", spy)
-    monkeypatch.setattr(script, "plot_curves", lambda logdir: None)  # most of the time of so short a run
+    monkeypatch.setattr(mario, "compute_gae", spy)
     return seen
 
 
-def always(action: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every agent take this action."""
-    original = script.Agent.get_action_and_value
-
-    def take(agent: Any, obs: torch.Tensor, given: Any = None, noise: Any = None) -> Any:
-        if given is None:
-            given = torch.full((len(obs),), action)
-        return original(agent, obs, given)
-
-    monkeypatch.setattr(script.Agent, "get_action_and_value", take)
-    monkeypatch.setattr(script.Agent, "get_action", lambda agent, obs, noise: torch.full((len(obs),), action))
+def always(mario: ModuleType, action: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let every policy take this action, sampled or not."""
+    monkeypatch.setattr(mario.Categorical, "sample", lambda self: torch.full((len(self.logits),), action))
+    monkeypatch.setattr(mario.Categorical, "mode", property(lambda self: torch.full((len(self.logits),), action)))
 
 
 @needs_ale
 @pytest.mark.parametrize("sign_reward", [True, False])
 def test_a_run_learns_from_signs_and_reports_points(
-    sign_reward: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rollouts: list[dict[str, torch.Tensor]]
+    mario: ModuleType,
+    sign_reward: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rollouts: list[dict[str, torch.Tensor]],
 ) -> None:
     """Phoenix: the first shot hits a bird of 20 points."""
-    always(FIRE, monkeypatch)
+    always(mario, FIRE, monkeypatch)
     values = {"env_id": "ALE/Phoenix-v5", "sign_reward": sign_reward, "num_steps": 12, "total_timesteps": 24}
-    script.train(tiny(tmp_path / "run", capture_video=False, **values))
+    mario.train(tiny(mario, tmp_path / "run", **values))
     assert rollouts[0]["rewards"].sum(0).tolist() == ([1, 1] if sign_reward else [20, 20])
-    points = script.load_checkpoint(tmp_path / "run" / "latest.pt")["ranks"][0]["episodes"][1]
+    points = mario.load(tmp_path / "run" / "latest.pt")["processes"][0]["envs"]["returns"]
     assert points.tolist() == [20, 20]
-    evaluation = script.read_csv(tmp_path / "run" / "eval.csv")
-    assert evaluation["eval/mean_return"][-1] == 20
-    assert math.isnan(evaluation["eval/success_rate"][-1])
+    assert columns(tmp_path / "run")["eval/mean_return"][-1] == 20
     assert (tmp_path / "run" / "best.pt").exists()
 
 
 @needs_ale
 @pytest.mark.parametrize("episodic_life", [True, False])
 def test_a_lost_life_ends_the_learners_episode_alone(
-    episodic_life: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rollouts: list[dict[str, torch.Tensor]]
+    mario: ModuleType,
+    episodic_life: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    rollouts: list[dict[str, torch.Tensor]],
 ) -> None:
     """Breakout, nobody hitting the ball: the learner sees five terminations a game, the record one episode."""
-    always(NOOP, monkeypatch)
-    values = {"env_id": "ALE/Breakout-v5", "num_steps": 140, "total_timesteps": 280, "max_episode_steps": 0}
-    script.train(tiny(tmp_path / "run", capture_video=False, episodic_life=episodic_life, **values))
+    always(mario, NOOP, monkeypatch)
+    values = {"env_id": "ALE/Breakout-v5", "num_steps": 140, "total_timesteps": 280, "reset_steps": None}
+    mario.train(tiny(mario, tmp_path / "run", episodic_life=episodic_life, **values))
     assert rollouts[0]["terminations"].sum(0).tolist() == ([5, 5] if episodic_life else [1, 1])
-    progress = script.read_csv(tmp_path / "run" / "progress.csv")
-    assert progress["rollout/resets"].tolist() == [2]
-    assert progress["rollout/episodic_length"][0] == pytest.approx(5 * 24, abs=10)
-    lengths = script.read_csv(tmp_path / "run" / "eval.csv")["eval/mean_length"]
-    assert lengths[0] == pytest.approx(5 * 24, abs=10)
+    progress = columns(tmp_path / "run")
+    assert progress["counters/resets"] == [2]
+    for name in ("rollout/episodic_length", "eval/mean_length"):
+        assert progress[name][0] == pytest.approx(5 * 24, abs=10)
 
 
 @needs_ale
 def test_a_life_lost_in_the_step_of_the_time_limit_is_a_termination(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rollouts: list[dict[str, torch.Tensor]]
+    mario: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rollouts: list[dict[str, torch.Tensor]]
 ) -> None:
     """In that step the info is already the next episode's; that a life was lost stands in its final_info."""
-    always(NOOP, monkeypatch)
-    values = {"env_id": "ALE/Breakout-v5", "num_envs": 1, "num_minibatches": 1, "capture_video": False}
+    always(mario, NOOP, monkeypatch)
+    values = {"env_id": "ALE/Breakout-v5", "num_envs": 1, "num_minibatches": 1, "episodic_life": True}
 
-    def first_loss(limit: int) -> tuple[int, bool]:
+    def first_loss(limit: int | None) -> tuple[int, bool]:
         """The step that costs the first life, and whether the time limit cuts the episode in it."""
-        env = script.make_env(tiny(tmp_path, **values, max_episode_steps=limit))
+        env = mario.make_env(tiny(mario, tmp_path, **values, reset_steps=limit))
         env.reset(seed=1)
         step, truncated = 0, False
         info: dict[str, Any] = {}
@@ -337,33 +309,22 @@ def test_a_life_lost_in_the_step_of_the_time_limit_is_a_termination(
         env.close()
         return step, truncated and bool(info)
 
-    steps, _ = first_loss(0)
+    steps, _ = first_loss(None)
     limit = next(limit for limit in range(steps, steps + 40) if first_loss(limit) == (steps, True))
-    args = tiny(tmp_path / "run", **values, max_episode_steps=limit, num_steps=steps, total_timesteps=steps, seed=1)
-    script.train(args)
+    args = tiny(mario, tmp_path / "run", **values, reset_steps=limit, num_steps=steps, total_timesteps=steps, seed=1)
+    mario.train(args)
     assert rollouts[0]["terminations"].flatten().tolist() == [False] * (steps - 1) + [True]
-    progress = script.read_csv(tmp_path / "run" / "progress.csv")
-    assert progress["rollout/resets"].tolist() == [1]
+    assert columns(tmp_path / "run")["counters/resets"] == [1]
 
 
 @needs_ale
 def test_play_writes_the_beginning_of_a_game_as_a_gif(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    mario: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(script, "MAX_VIDEO_FRAMES", 10)
-    script.train(tiny(tmp_path / "run"))
-    with PIL.Image.open(*(tmp_path / "run" / "videos").glob("*.gif")) as picture:
-        assert picture.size == (2 * 80, 105)  # both evaluation episodes, though video_episodes is 1: it is the last
+    mario.train(tiny(mario, tmp_path / "run"))
     capsys.readouterr()
-    argv = ["play", "--logdir", str(tmp_path / "run"), "--episodes", "1"]
-    assert script.main([*argv, "--max-episode-steps", "7", "--quiet"]) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 1
-    assert script.main([*argv, "--save-gif"]) == 0
-    output = capsys.readouterr().out
-    assert "flag" not in output
-    assert '"success_rate": null' in output
-    (gif,) = (tmp_path / "run" / "gifs").glob("run_*/*.gif")
+    assert mario.main(["play", "--logdir", str(tmp_path / "run"), "--save-gif", "--gif-frames", "10"]) == 0
+    assert "flag" not in capsys.readouterr().out
+    (gif,) = (tmp_path / "run" / "gifs").glob("*.gif")
     with PIL.Image.open(gif) as picture:
         assert picture.size == (160, 210)
-        # equal frames are stored as one that lasts longer
-        assert sum(frame.info["duration"] for frame in PIL.ImageSequence.Iterator(picture)) == 10 * 70
