@@ -23,7 +23,8 @@ def vectorize(
     """`num_envs` environments that begin the next episode in the step that ends one (SAME_STEP).
 
     What `env_fn` returns is stepped by MuJoCo's own threads if it is one of Gymnasium's MuJoCo tasks without any
-    further wrapper and is not rendered; by `SubprocVecEnv` otherwise. `num_workers` is the number of threads or
+    further wrapper and is not rendered; in one loop if its class itself (not one that it inherits from) has a method
+    `vectorized(num_envs)`; by `SubprocVecEnv` otherwise. `num_workers` is the number of threads or
     processes (None: one for each CPU), the other arguments are those of `SubprocVecEnv`. `unwrapped.spec` is that of
     the environment, with its time limit. Raises what `env_fn` raises.
     """
@@ -31,6 +32,8 @@ def vectorize(
     vec_env: VectorEnv
     if is_plain_task(env) and env.render_mode is None:
         vec_env = MujocoBatchVecEnv.like(env, num_envs, num_workers)
+    elif "vectorized" in vars(type(env)):
+        vec_env = env.vectorized(num_envs)  # type: ignore[attr-defined]
     else:
         vec_env = SubprocVecEnv(
             [env_fn] * num_envs, num_workers, context="fork", autoreset_mode=AutoresetMode.SAME_STEP,

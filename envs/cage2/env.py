@@ -11,7 +11,7 @@ from gymnasium.error import ResetNeeded
 from . import simulator
 from .render import describe, render_ansi, render_rgb
 from .scenario import ACTION_NAMES, HOSTS, NUM_ACTIONS, OBS_SIZE
-from .vec_env import RENDER_MODES, check_render_mode, load_states, red_agent_indices, save_states
+from .vec_env import RENDER_MODES, Cage2VecEnv, check_render_mode, load_states, red_agent_indices, save_states
 
 
 class Cage2Env(gym.Env):
@@ -34,7 +34,10 @@ class Cage2Env(gym.Env):
         render_mode: str | None = None,
     ) -> None:
         check_render_mode(render_mode)
-        self._states = simulator.new_states(1, red_agent, green, version, wrapper, max_steps)
+        self._settings: dict[str, Any] = {
+            "red_agent": red_agent, "green": green, "version": version, "wrapper": wrapper, "max_steps": max_steps,
+        }  # fmt: skip
+        self._states = simulator.new_states(1, **self._settings)
         self.observation_space = spaces.Box(0.0, 1.0, (OBS_SIZE,), np.float32)
         self.action_space = spaces.Discrete(NUM_ACTIONS)
         self.render_mode = render_mode
@@ -73,6 +76,10 @@ class Cage2Env(gym.Env):
             rewards, truncations = simulator.step_with_tape(self._states, actions, np.atleast_2d(draws), obs)
         self._needs_reset = bool(truncations[0])
         return obs[0], float(rewards[0]), False, bool(truncations[0]), self._info()
+
+    def vectorized(self, num_envs: int) -> Cage2VecEnv:
+        """`num_envs` games with the settings of this one, in one compiled loop; infos are empty, see `true_state`."""
+        return Cage2VecEnv(num_envs, **self._settings, render_mode=self.render_mode)
 
     @property
     def draws(self) -> np.ndarray:

@@ -44,6 +44,7 @@ KINDS = ("Analyse", "Remove", "Restore", "Scan", "Exploit")
 TRACES = slice(0, len(KINDS) * NUM_HOSTS)
 SEEN = slice(3 * NUM_HOSTS, 5 * NUM_HOSTS)  # the traces of Scan and Exploit
 EVER = slice(TRACES.stop, TRACES.stop + 2 * NUM_HOSTS)
+ACTIVITY = slice(SEEN.start, EVER.stop)
 DECOYS_UP = slice(EVER.stop, EVER.stop + len(DECOY_SLOTS))
 CLOCKS = slice(DECOYS_UP.stop, DECOYS_UP.stop + 2)
 MEMORY_SIZE = CLOCKS.stop
@@ -135,11 +136,11 @@ class Memory(VectorWrapper):
         if ended.size:
             seen = obs.copy()
             seen[ended] = np.stack(infos["final_obs"][ended])
-        activity = seen[:, 0::4] - seen[:, 1::4], seen[:, 1::4]  # bits 10 Scan, 11 Exploit
+        scanned, exploited = seen[:, 0::4] - seen[:, 1::4], seen[:, 1::4]  # bits 10, 11
         self.now *= FADE[actions]
         np.maximum(self.now, SET[actions], out=self.now)
-        for part in (SEEN, EVER):
-            np.maximum(self.now[:, part], np.concatenate(activity, axis=1), out=self.now[:, part])
+        activity = np.concatenate((scanned, exploited, scanned, exploited), axis=1)
+        np.maximum(self.now[:, ACTIVITY], activity, out=self.now[:, ACTIVITY])
         self.steps += 1
         if ended.size:
             final = self.inputs(seen)
@@ -154,6 +155,9 @@ class Memory(VectorWrapper):
     def get_state(self) -> dict[str, Any]:
         return {"now": self.now.copy(), "steps": self.steps.copy(), "env": self.env.get_state()}  # type: ignore[attr-defined]
 
-    def set_state(self, state: dict[str, Any]) -> None:
+    def set_state(self, state: dict[str, Any]) -> bool:
+        """Go on from `get_state()`. False, and nothing is changed, where the wrapped environments refuse."""
+        if self.env.set_state(state["env"]) is False:  # type: ignore[attr-defined]
+            return False
         self.now, self.steps = np.array(state["now"]), np.array(state["steps"])
-        self.env.set_state(state["env"])  # type: ignore[attr-defined]
+        return True

@@ -200,8 +200,11 @@ class WorkflowEnv(VectorWrapper):
         names = ["seeds", "episodes", "orders", "counts", "compliance", "recent"] + ["clearable"] * self.follow_infos
         return {name: getattr(self, name).copy() for name in names} | {"env": self.env.get_state()}  # type: ignore[attr-defined]
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        self.env.set_state(state["env"])  # type: ignore[attr-defined]
+    def set_state(self, state: dict[str, Any]) -> bool:
+        """Go on from `get_state()`. False, and nothing is changed, where the wrapped environments refuse."""
+        if self.env.set_state(state["env"]) is False:  # type: ignore[attr-defined]
+            return False
         for name, value in state.items():
             if name != "env":
                 setattr(self, name, np.array(value))
+        return True
