@@ -53,7 +53,8 @@ def save(figure: matplotlib.figure.Figure, name: str) -> None:
 
 def small_agent(obs_dim: int, action_dim: int, seed: int = 0, **args: Any) -> tuple[ppo.Agent, ppo.Args]:
     """A fresh agent of the script, and its arguments; by default the loss is the policy's alone."""
-    settings = ppo.Args(**{"norm_adv": "none", "vf_coef": 0.0, "ent_coef": 0.0} | args)
+    values: dict[str, Any] = {"norm_adv": "none", "vf_coef": 0.0, "ent_coef": 0.0} | args
+    settings = ppo.Args(**values)
     torch.manual_seed(seed)
     spaces: Any = SimpleNamespace(
         single_observation_space=Box(-np.inf, np.inf, (obs_dim,)), single_action_space=Box(-1, 1, (action_dim,))

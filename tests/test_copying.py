@@ -48,8 +48,8 @@ class Ones(gym.Env[Any, Any]):
         return self.observation_space.sample(), 1.0, False, False, {}
 
 
-gym.register("Ones-v0", Ones, max_episode_steps=10)
-gym.register("DictOnes-v0", Ones, max_episode_steps=10, kwargs={"is_dict": True})
+gym.register("Ones-v0", f"{__name__}:Ones", max_episode_steps=10)
+gym.register("DictOnes-v0", f"{__name__}:Ones", max_episode_steps=10, kwargs={"is_dict": True})
 
 
 def copy_with(recipe: str, folder: Path) -> ModuleType:

@@ -478,3 +478,21 @@ def test_a_description_does_not_give_the_bug_away() -> None:
         assert name not in text
         assert bug.old not in text
         assert bug.new == "pass" or bug.new not in text
+
+
+# ---- metrics --------------------------------------------------------------------------------------------------------
+
+
+def test_every_metric_of_a_script_is_explained_and_none_that_is_gone() -> None:
+    """Names are read off the scripts: "group/name" in the record of an update, and the keys of the loss's metrics."""
+    logged: set[str] = set()
+    for script in SCRIPTS:
+        text = (ROOT / script).read_text()
+        logged |= set(re.findall(r'"((?:train|rollout|eval|counters|time)/\w+)"', text))
+        losses = re.search(r"    metrics = \{(.*?)\n    \}", text, re.DOTALL)
+        assert losses is not None
+        logged |= {f"train/{name}" for name in re.findall(r'^\s+"(\w+)":', losses[1], re.MULTILINE)}
+    explained = set(re.findall(r"^\| `([a-z]+/\w+)`", (DOCS / "metrics.md").read_text(), re.MULTILINE))
+    assert logged <= explained, logged - explained
+    others = {"train/grad_norm", "eval/mean_return", "eval/std_return", "eval/mean_length"}  # made in other ways
+    assert explained <= logged | others, explained - logged
