@@ -314,7 +314,8 @@ class WorkerPool:
         """Put an end to a worker that died or hung; return the report."""
         pid, running = worker.process.pid, worker.control[RUNNING]
         if hung:  # let its faulthandler write on stderr where it is
-            os.kill(pid, signal.SIGABRT)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGABRT)
             worker.process.join(TRACE_SECONDS)
         exit_code = worker.end()
         if hung:

@@ -403,7 +403,7 @@ class BigEnv(CountEnv):
     ("how", "end"), [(signal.SIGKILL, "collect"), (signal.SIGSTOP, "collect"), (signal.SIGSTOP, "close")]
 )
 def test_a_worker_that_is_killed_or_stopped_in_a_large_reply_is_reported(how: signal.Signals, end: str) -> None:
-    envs = SubprocVecEnv([BigEnv, BigEnv], 2, step_timeout=1.0)
+    envs = SubprocVecEnv([BigEnv, BigEnv], 2, step_timeout=0.5)
     pool = envs._pool
     pool.request("call", [(n, ("big", (), {})) for n in range(2)], pool.workers)
     wait_until(lambda: pool.workers[0].pipe.poll(0))  # now the worker waits in the middle of its reply
