@@ -70,10 +70,14 @@ def write_tree(target: Any, value: Any, casting: Any = "unsafe") -> None:
         if array.shape != target.shape:
             error = ValueError if array.shape else TypeError
             raise error(f"expected an array of shape {target.shape}, got one of shape {array.shape}")
-        both_integers = array.dtype.kind in "iu" and target.dtype.kind in "iu"
-        np.copyto(target, array, "unsafe" if both_integers else casting)
-        if both_integers and array.dtype != target.dtype and (differs := target != array).any():
-            raise TypeError(f"{array[differs][0]} does not fit {target.dtype}")
+        if array.dtype == target.dtype:
+            target[...] = array
+        elif array.dtype.kind not in "iu" or target.dtype.kind not in "iu":
+            np.copyto(target, array, casting)
+        else:
+            target[...] = array
+            if (differs := target != array).any():
+                raise TypeError(f"{array[differs][0]} does not fit {target.dtype}")
     elif isinstance(target, dict):
         for key, part in target.items():
             write_tree(part, value[key], casting)

@@ -159,9 +159,10 @@ class SubprocVecEnv(VectorEnv):
                 took longer than `step_timeout` (it is then also a TimeoutError). Only `close` is possible then.
         """
         pickled, table = self._collect("step", timeout), self._shared.infos
-        if np.count_nonzero(table.present) == self.num_envs:
+        num_shared, infos = np.count_nonzero(table.present), {}
+        if num_shared == self.num_envs:
             infos = table.read()
-        else:  # in the environments' order, since whose info comes first decides the type of a key's array
+        elif num_shared or pickled:  # in the environments' order: whose info comes first decides the type of a key
             infos = self._merge({}, sorted([*table.read_each(), *pickled], key=lambda result: result[0]))
         while self._restarted:
             infos = self._truncate(self._restarted.pop(), infos)
