@@ -15,11 +15,11 @@ from typing import Any
 
 import matplotlib.figure
 import numpy as np
-from envs.cage2.search import posterior_returns
 
 from benchmarks.common import parser_of
 from envs.cage2.memory import VERB_AND_HOST
 from envs.cage2.scenario import HOSTS
+from envs.cage2.search import posterior_returns
 from envs.cage2.workflow import ORDERS, RANKS, UNIT_TYPES, parse_workflow
 
 

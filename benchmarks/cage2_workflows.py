@@ -23,10 +23,10 @@ from typing import Any
 
 import matplotlib.figure
 import numpy as np
-from envs.cage2.search import DISCORDANT, next_order
 
 from benchmarks.cage2_pictures import draw_places, draw_search
 from benchmarks.common import QUICK_RESULTS, ROOT, machine_info, machine_line, markdown_table, parser_of, write_results
+from envs.cage2.search import DISCORDANT, next_order
 from envs.cage2.workflow import ORDERS, parse_workflow
 
 BASELINES = {"b_line": -20.2, "meander": -18.2}

@@ -1,4 +1,4 @@
-"""The memory that SubprocVecEnv shares with its workers: NumPy views of one anonymous file.
+"""The memory that SubprocVecEnv shares with its workers: NumPy arrays in one anonymous file.
 
 Having no name, the file cannot be left behind in `/dev/shm`, whoever is killed when.
 """
@@ -16,29 +16,28 @@ from typing import Any
 import numpy as np
 from gymnasium import Space
 from gymnasium.spaces import Box, Dict, Discrete, MultiBinary, MultiDiscrete, Tuple
+from gymnasium.vector.utils import create_empty_array
 
-CACHE_LINE = 64  # bytes; processes that write to one line take it from each other at every write
-CONTROL_COLUMNS = 8  # of int64: a cache line for each worker
+CONTROL_COLUMNS = 8  # of int64: a cache line for each worker, since processes that share one take it from each other
 MAX_INFO_KEYS = 32
 
 
 # ---- nested spaces and arrays ---------------------------------------------------------------------------------------
 
 
-def map_space(space: Space, leaf: Callable[[Space], Any]) -> Any:
-    """Return the nested dicts and tuples of `leaf(part)` over the parts of `space`, which must be numeric."""
-    if isinstance(space, Dict):
-        return {key: map_space(part, leaf) for key, part in space.spaces.items()}
-    if isinstance(space, Tuple):
-        return tuple(map_space(part, leaf) for part in space.spaces)
-    if not isinstance(space, Box | Discrete | MultiDiscrete | MultiBinary):
+def check_numeric(space: Space) -> None:
+    """Raise TypeError, or ValueError for a space that is not Gymnasium's, if an element of `space` is not made of
+    arrays of a fixed size, nested in dicts and tuples."""
+    if isinstance(space, Dict | Tuple):
+        for part in space.spaces.values() if isinstance(space, Dict) else space.spaces:
+            check_numeric(part)
+    elif not isinstance(space, Box | Discrete | MultiDiscrete | MultiBinary):
         in_gymnasium = type(space).__module__.startswith("gymnasium.spaces")
         raise (TypeError if in_gymnasium else ValueError)(
             f"The space {space} has a dynamic shape so its not possible to make a static shared memory. "
             "SubprocVecEnv serves Box, Discrete, MultiDiscrete, MultiBinary and Dict or Tuple of them: wrap the "
             "environment so that all is numeric, or use gymnasium.vector.SyncVectorEnv."
         )
-    return leaf(space)
 
 
 def map_tree(tree: Any, leaf: Callable[[np.ndarray], Any]) -> Any:
@@ -96,66 +95,50 @@ def anonymous_file() -> Connection:
     return Connection(os.memfd_create("SubprocVecEnv"))
 
 
-def map_file(file: Connection, layout: np.dtype) -> np.ndarray:
-    """The beginning of the file as an array () of `layout`. The parent, which comes first, makes room."""
-    if os.fstat(file.fileno()).st_size < layout.itemsize:
-        os.ftruncate(file.fileno(), layout.itemsize)
-    return np.frombuffer(mmap.mmap(file.fileno(), layout.itemsize), layout)[0, ...]
-
-
-def map_control(file: Connection, num_workers: int) -> np.ndarray:
-    """(num_workers, CONTROL_COLUMNS) int64; `envs/_subproc_worker.py` names the columns."""
-    return map_file(file, np.dtype([("control", np.int64, (num_workers, CONTROL_COLUMNS))]))["control"]
-
-
 class SharedBatch:
-    """Views of all environments' arrays; parent and workers build the same ones from the same arguments.
+    """All environments' arrays. Parent and workers take the same ones, in the same order, from the same file.
 
     Attributes:
+        control: (num_workers, CONTROL_COLUMNS) int64; `envs/_subproc_worker.py` names the columns.
+
+    and after `add_spaces`:
+        rewards: (num_envs,) float64. terminations, truncations: (num_envs,) bool.
+        infos: an InfoTable.
         observations: nested arrays (num_envs, *shape) of the observation space's dtypes.
         actions: nested arrays (num_envs, *shape) of the action space's dtypes, but single reals as float64: those
             reach the environment as np.float64, which is a Python float, and keep what precision the caller gave.
-        rewards: (num_envs,) float64. terminations, truncations: (num_envs,) bool.
-        infos: an InfoTable.
     """
 
-    def __init__(
-        self, file: Connection, observation_space: Space, action_space: Space, num_envs: int, num_workers: int
-    ) -> None:
-        fields: list[tuple[str, Any, tuple[int, ...]]] = [
-            ("control", np.int64, (num_workers, CONTROL_COLUMNS)),
-            ("rewards", np.float64, (num_envs,)),
-            ("info values", np.float64, (num_envs, MAX_INFO_KEYS)),
-            ("has info", np.bool_, (num_envs,)),
-            ("terminations", np.bool_, (num_envs,)),
-            ("truncations", np.bool_, (num_envs,)),
-        ]
+    def __init__(self, file: Connection, num_envs: int, num_workers: int) -> None:
+        self.file, self.num_envs = file, num_envs
+        self.size = 0  # of what has been taken from the file
+        self.control = self._array((num_workers, CONTROL_COLUMNS), np.int64)
 
-        def add_field(part: Space, single_real: Any) -> int:
-            shape, is_single_real = part.shape or (), part.shape == () and np.issubdtype(part.dtype, np.floating)
-            fields.append((f"array {len(fields)}", single_real if is_single_real else part.dtype, (num_envs, *shape)))
-            return len(fields) - 1
+    def add_spaces(self, observation_space: Space, action_space: Space) -> None:
+        self.rewards = self._array((self.num_envs,), np.float64)
+        self.terminations = self._array((self.num_envs,), np.bool_)
+        self.truncations = self._array((self.num_envs,), np.bool_)
+        values = self._array((self.num_envs, MAX_INFO_KEYS), np.float64)
+        self.infos = InfoTable(values, self._array((self.num_envs,), np.bool_))
+        self.observations = create_empty_array(observation_space, self.num_envs, self._array)
+        self.actions = create_empty_array(action_space, self.num_envs, self._array_of_actions)
 
-        actions = map_space(action_space, lambda part: add_field(part, single_real=np.float64))
-        observations = map_space(observation_space, lambda part: add_field(part, single_real=part.dtype))
-        formats, offsets = [np.dtype((dtype, shape)) for _, dtype, shape in fields], [0]
-        for part in formats:  # each begins a cache line
-            offsets.append(offsets[-1] + -(-part.itemsize // CACHE_LINE) * CACHE_LINE)
-        names, size = [name for name, _, _ in fields], offsets.pop()
-        memory = map_file(file, np.dtype({"names": names, "formats": formats, "offsets": offsets, "itemsize": size}))
-        arrays = [memory[name] for name in names]
-        _, self.rewards, info_values, has_info, self.terminations, self.truncations = arrays[:6]
-        self.infos = InfoTable(info_values, has_info)
-        self.actions = _arrays_of(actions, arrays)
-        self.observations = _arrays_of(observations, arrays)
+    def _array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        """The next array of the file, on pages of its own. The parent, which comes first, makes room."""
+        start, count = self.size, int(np.prod(shape))
+        num_bytes = max(1, count * np.dtype(dtype).itemsize)
+        self.size += -(-num_bytes // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        if os.fstat(self.file.fileno()).st_size < self.size:
+            os.ftruncate(self.file.fileno(), self.size)
+        pages = mmap.mmap(self.file.fileno(), num_bytes, offset=start)
+        return np.frombuffer(pages, dtype, count).reshape(shape)
+
+    def _array_of_actions(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+        is_single_real = len(shape) == 1 and np.issubdtype(dtype, np.floating)
+        return self._array(shape, np.float64 if is_single_real else dtype)
 
 
-def _arrays_of(places: Any, arrays: list[np.ndarray]) -> Any:
-    """Replace the numbers in nested dicts and tuples by the arrays at these places of the list."""
-    if isinstance(places, dict):
-        return {key: _arrays_of(part, arrays) for key, part in places.items()}
-    return tuple(_arrays_of(part, arrays) for part in places) if isinstance(places, tuple) else arrays[places]
-
+# ---- infos ----------------------------------------------------------------------------------------------------------
 
 InfoLayout = dict[str, type]  # key -> type of its value
 
@@ -188,25 +171,21 @@ class InfoTable:
         return True
 
     def read(self) -> dict[str, Any]:
-        """Return the infos in Gymnasium's vector format, as if environments whose info is elsewhere had none."""
-        count = np.count_nonzero(self.present)
-        if count == 0:
-            return {}
-        columns = self.values[:, : len(self.layout)].T.copy()
-        if count < len(self.present):
-            columns[:, ~self.present] = 0
+        """Return the infos, if all environments' are here, in Gymnasium's vector format."""
         infos: dict[str, Any] = {}
+        columns = self.values[:, : len(self.layout)].T.copy()
         for (key, kind), column in zip(self.layout.items(), columns, strict=True):
             infos[key] = column.astype(kind, copy=False)
             infos[f"_{key}"] = self.present.copy()
         return infos
 
     def read_each(self) -> list[tuple[int, dict[str, Any]]]:
-        """Return the same infos one by one, each with the number of its environment."""
-        rows = [
-            (n, zip(self.layout.items(), self.values[n], strict=False)) for n in np.flatnonzero(self.present).tolist()
-        ]
-        return [(n, {key: kind(value) for (key, kind), value in row}) for n, row in rows]
+        """Return the infos that are here one by one, each with the number of its environment."""
+        infos = []
+        for n in np.flatnonzero(self.present).tolist():
+            numbers = zip(self.layout.items(), self.values[n], strict=False)
+            infos.append((n, {key: kind(number) for (key, kind), number in numbers}))
+        return infos
 
 
 def info_layout(info: dict[str, Any]) -> InfoLayout:

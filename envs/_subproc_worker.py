@@ -2,7 +2,7 @@
 
 Numbers travel in shared memory; all else (results of calls, texts of errors, infos of other than floats) as pickled
 messages through a pipe; two semaphores say that a command or a reply is there. A worker never outlives its parent,
-leaves signals to it, and writes down where it was when it crashes or hangs.
+and leaves signals to it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gymnasium import Env
 from gymnasium.vector import AutoresetMode
 
 from envs import _shared_memory, state
-from envs._shared_memory import SharedBatch, copies_of_rows, map_control, map_tree, row_of, write_tree
+from envs._shared_memory import SharedBatch, copies_of_rows, map_tree, row_of, write_tree
 
 # Columns of the control array, one row per worker.
 COMMAND = 0  # STEP, or MESSAGE: a (name, requests) message is in the pipe
@@ -40,7 +40,7 @@ FAILED = object()  # in place of what an environment's step returns
 POLL_SECONDS = 0.0005  # of polling before going to sleep: to wake a sleeper takes tens of us, a small step less
 # Ctrl-C, SIGTERM and the end of a terminal often reach the whole process group. What they mean is for the parent to
 # decide, which may want one more step and every environment's state for a checkpoint.
-PARENTS_SIGNALS = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OUR_FILES = {__file__, _shared_memory.__file__, state.__file__}
 
 Requests = list[tuple[int, Any]]  # (environment index, arguments)
@@ -94,7 +94,6 @@ def end_with_parent() -> None:
     parent_fd = os.pidfd_open(parent.pid)
 
     def watch() -> None:
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})  # a request for a trace is for the main thread
         select.select([parent_fd, parent.sentinel], [], [])
         os._exit(1)
 
@@ -110,21 +109,19 @@ class EnvWorker:
     env_fns: list[Callable[[], Env]]
     autoreset_mode: AutoresetMode
     poll: bool  # before going to sleep
-    num_workers: int
-    memory: connection.Connection  # the anonymous file
+    memory: tuple[connection.Connection, int, int]  # arguments of SharedBatch
     pipe: connection.Connection
     go: Semaphore  # the parent's: a command is there
     done: Semaphore  # the worker's: it has been obeyed
-    crash_pipe: connection.Connection
 
     def main(self) -> None:
         """Obey commands until the parent says close. This is where the new process begins."""
         for number in PARENTS_SIGNALS:  # a handler, because programs that environments start would inherit SIG_IGN
             signal.signal(number, lambda *_: None)
         end_with_parent()
-        faulthandler.enable(self.crash_pipe.fileno(), all_threads=False)
-        faulthandler.register(signal.SIGUSR1, self.crash_pipe.fileno(), all_threads=False)
-        self.control = map_control(self.memory, self.num_workers)[self.index].data
+        faulthandler.enable(2, all_threads=False)  # what a crash, or the SIGABRT for one that hangs, came upon
+        self.shared = SharedBatch(*self.memory)
+        self.control = self.shared.control[self.index].data
         self.envs: list[Env] = []
         self.needs_reset = [False] * len(self.env_indices)  # under NEXT_STEP: the next step resets instead
         try:
@@ -234,9 +231,10 @@ class EnvWorker:
         self.envs.append(env)
         return env.observation_space, env.action_space, dict(env.metadata), env.render_mode
 
-    def attach(self, _: int, arguments: tuple[Any, ...]) -> None:
+    def attach(self, _: int, spaces: tuple[Any, Any]) -> None:
         """Take views of this worker's rows; memoryviews where single numbers are written, being twice as fast."""
-        shared = SharedBatch(self.memory, *arguments)
+        shared = self.shared
+        shared.add_spaces(*spaces)
         rows = slice(self.env_indices.start, self.env_indices.stop)
         self.rewards: Any = shared.rewards[rows].data
         self.terminations: Any = shared.terminations[rows].data

@@ -16,23 +16,20 @@ import signal
 import socket
 import struct
 import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing import connection, util
 from typing import Any
 
 from gymnasium import Env, logger
-from gymnasium.vector import AutoresetMode
-from gymnasium.vector.utils import CloudpickleWrapper, clear_mpi_env_vars
+from gymnasium.vector.utils import CloudpickleWrapper
 
 from envs import _subproc_worker as protocol
-from envs._shared_memory import InfoLayout, SharedBatch, anonymous_file, map_control, map_tree
+from envs._shared_memory import InfoLayout, SharedBatch, anonymous_file, map_tree
 from envs._subproc_worker import COMMAND, MESSAGE, NONE, REPLY, RUNNING, STEP, EnvError, EnvWorker, Requests, poll
 
 LIVENESS_SECONDS = 0.05  # how often a wait looks whether the worker still lives
-STANDSTILL_SECONDS = 1.0  # between two looks: then this process itself did not run
-TRACE_SECONDS = 0.5  # how long a hung worker is given to write down where it is
+TRACE_SECONDS = 0.5  # how long a hung worker is given to write on stderr where it is
 ERROR_SECONDS = 1.0  # how long other workers are waited for once an environment has raised
 CLOSE_SECONDS = 2.0  # how long environments may take to close before their worker is killed
 MAX_RESTARTS = 3  # of one worker, without a step finished in between
@@ -64,13 +61,17 @@ class WorkerError(RuntimeError):
 
 
 class Worker:
-    """One worker as the parent sees it: its process, its pipes and semaphores, and what it still has to answer."""
+    """One worker as the parent sees it: its process, its pipe and semaphores, and what it still has to answer."""
+
+    pipe: connection.Connection
+    go: Any
+    done: Any
 
     def __init__(self, index: int, env_indices: range, control: Any) -> None:
         self.index, self.env_indices, self.control = index, env_indices, control
         self.process: Any = None
         self.failures = 0  # since the last step it finished
-        self.deadline = math.inf
+        self.waited = 0.0  # seconds for its reply; looks are counted, so that time in which all was stopped is not
         self.forget_reply()
 
     def forget_reply(self) -> None:
@@ -78,56 +79,18 @@ class Worker:
         self.errors: list[EnvError] = []
         self.results: protocol.Results = []
 
-    def start(self, context: Any, daemon: bool, step_timeout: float | None, **settings: Any) -> None:
-        self.forget_reply()
-        self.control[RUNNING] = NONE
-        self.go, self.done = context.Semaphore(0), context.Semaphore(0)
-        self.pipe, its_pipe = context.Pipe()
-        self.crash_pipe, its_crash_pipe = context.Pipe(duplex=False)
-        channels = {"pipe": its_pipe, "go": self.go, "done": self.done, "crash_pipe": its_crash_pipe}
-        env_worker = EnvWorker(self.index, self.env_indices, **channels, **settings)
-        process = context.Process(target=env_worker.main, name=f"SubprocVecEnv-worker-{self.index}", daemon=daemon)
-        with hold_signals(), clear_mpi_env_vars():
-            process.start()
-            self.process = process
-        its_pipe.close()
-        its_crash_pipe.close()
-        if step_timeout is not None:
-            limit_waits(self.pipe, step_timeout)
-
-    def end(self) -> tuple[int | None, str]:
-        """Kill the process if it still runs, and let go of it; return its exit code and its last words."""
+    def end(self) -> int | None:
+        """Kill the process if it still runs, and let go of it; return its exit code."""
         process, self.process = self.process, None
         if process is None:
-            return None, ""
+            return None
         process.kill()
         process.join(CLOSE_SECONDS)
-        exit_code, trace = process.exitcode, b""
-        while self.crash_pipe.poll(0) and (chunk := os.read(self.crash_pipe.fileno(), 1 << 16)):
-            trace += chunk
+        exit_code = process.exitcode
         self.pipe.close()
-        self.crash_pipe.close()
         if exit_code is not None:
             process.close()
-        return exit_code, trace.decode(errors="replace")
-
-
-@contextlib.contextmanager
-def hold_signals() -> Iterator[None]:
-    """Let Ctrl-C and the like wait a moment: in the middle of a fork Python would drop an exception that the parent's
-    handler raises, and the child would die of a signal that it ignores once it is running."""
-    received: list[int] = []
-    before: dict[signal.Signals, Any] = {}
-    if threading.current_thread() is threading.main_thread():  # no other may set handlers
-        for number in protocol.PARENTS_SIGNALS:
-            before[number] = signal.signal(number, lambda number, _: received.append(number))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        for received_number in received:
-            signal.raise_signal(received_number)
+        return exit_code
 
 
 def limit_waits(pipe: connection.Connection, seconds: float) -> None:
@@ -157,28 +120,20 @@ class WorkerPool:
     """The workers of one SubprocVecEnv, `owner`; they are killed when it is garbage-collected or this process exits."""
 
     def __init__(
-        self,
-        owner: object,
-        env_fns: Sequence[Callable[[], Env]],
-        num_workers: int,
-        autoreset_mode: AutoresetMode,
-        context: str | None,
-        daemon: bool,
-        step_timeout: float | None,
+        self, owner: Any, env_fns: Sequence[Callable[[], Env]], context: str | None, step_timeout: float | None
     ) -> None:
-        self._context = multiprocessing.get_context(context)
+        num_workers = owner.num_workers
+        self._context: Any = multiprocessing.get_context(context)
         self._env_fns = [CloudpickleWrapper(env_fn) for env_fn in env_fns]
-        self._daemon, self.step_timeout = daemon, step_timeout
+        self.step_timeout = step_timeout
         self._poll = num_workers <= len(os.sched_getaffinity(0))  # before going to sleep; it needs a core for each
-        self.memory = anonymous_file()
-        self._settings = {
-            "num_workers": num_workers, "memory": self.memory, "poll": self._poll, "autoreset_mode": autoreset_mode
-        }  # fmt: skip
-        control = map_control(self.memory, num_workers)
-        bounds = [w * len(env_fns) // num_workers for w in range(num_workers + 1)]
-        self.workers = [Worker(w, range(bounds[w], bounds[w + 1]), control[w].data) for w in range(num_workers)]
-        self.shared: SharedBatch | None = None
+        memory = (anonymous_file(), len(env_fns), num_workers)
+        self._settings = {"memory": memory, "poll": self._poll, "autoreset_mode": owner.autoreset_mode}
+        self.shared = SharedBatch(*memory)
         self._spaces: tuple[Any, ...] = ()
+        bounds = [w * len(env_fns) // num_workers for w in range(num_workers + 1)]
+        controls = [row.data for row in self.shared.control]
+        self.workers = [Worker(w, range(bounds[w], bounds[w + 1]), controls[w]) for w in range(num_workers)]
         self.seeds: list[int | None] = [None] * len(env_fns)
         self.failure: str | None = None  # why nothing but closing is possible any more
         self.acted = False  # before the first step, shared memory holds no actions
@@ -192,9 +147,8 @@ class WorkerPool:
     def start(self, workers: Sequence[Worker]) -> list[Any]:
         """Start workers; return each environment's spaces, metadata and render mode."""
         for worker in workers:
-            env_fns = [self._env_fns[n] for n in worker.env_indices]
             try:
-                worker.start(self._context, self._daemon, self.step_timeout, env_fns=env_fns, **self._settings)
+                self._start_process(worker)
             except OSError as error:
                 if error.errno not in NO_ROOM:
                     raise
@@ -202,16 +156,30 @@ class WorkerPool:
         requests = [(n, None) for worker in workers for n in worker.env_indices]
         return [description for _, description in self.run("construction", requests, workers)]
 
+    def _start_process(self, worker: Worker) -> None:
+        worker.control[RUNNING] = NONE
+        worker.go, worker.done = self._context.Semaphore(0), self._context.Semaphore(0)
+        worker.pipe, its_pipe = self._context.Pipe()
+        env_fns: list[Any] = [self._env_fns[n] for n in worker.env_indices]
+        channels = {"pipe": its_pipe, "go": worker.go, "done": worker.done}
+        env_worker = EnvWorker(worker.index, worker.env_indices, env_fns, **channels, **self._settings)
+        name = f"SubprocVecEnv-worker-{worker.index}"
+        process = self._context.Process(target=env_worker.main, name=name, daemon=True)
+        process.start()
+        worker.process = process
+        its_pipe.close()
+        if self.step_timeout is not None:
+            limit_waits(worker.pipe, self.step_timeout)
+
     def attach(self, *spaces: Any) -> SharedBatch:
         """Share memory for elements of the observation and the action space with all workers."""
-        self._spaces = (*spaces, len(self._env_fns), len(self.workers))
-        self.shared = SharedBatch(self.memory, *self._spaces)
-        self._tell("attach", self._spaces, self.workers)
+        self._spaces = spaces
+        self.shared.add_spaces(*spaces)
+        self._tell("attach", spaces, self.workers)
         return self.shared
 
     def use_info_layout(self, layout: InfoLayout) -> None:
         """Let infos of this layout travel in shared memory from now on."""
-        assert self.shared is not None
         self._tell("use_info_layout", layout, self.workers)
         self.shared.infos.use_layout(layout)
 
@@ -220,7 +188,6 @@ class WorkerPool:
         it. Give up if it was lost more than MAX_RESTARTS times without finishing a step in between."""
         worker = error.worker
         assert worker is not None
-        assert self.shared is not None
         while worker.failures <= MAX_RESTARTS:
             logger.warn("%s\nA new worker takes its place.", error)
             try:
@@ -253,23 +220,19 @@ class WorkerPool:
             by_index = dict(requests)
             parts = [[(n, by_index[n]) for n in worker.env_indices if n in by_index] for worker in workers]
             messages = [pickle.dumps((name, part)) for part in parts]
-        deadline = self._deadline()
-        try:
-            for place, worker in enumerate(workers):
-                worker.forget_reply()
-                worker.control[COMMAND] = MESSAGE if messages else STEP
-                worker.pending, worker.deadline = True, deadline
-                worker.go.release()
-                if messages:
-                    try:
-                        worker.pipe.send_bytes(messages[place])
-                    except (BrokenPipeError, ConnectionResetError):
-                        pass  # collect() will report it in full
-                    except BlockingIOError:
-                        worker.deadline, deadline = -math.inf, self._deadline()  # it hangs; others' time begins now
-        except BaseException as error:
-            self._interrupted(name, error)
-            raise
+        self.failure = f"`{name}` was interrupted."  # by Ctrl-C, say; overwritten if that does not happen
+        for place, worker in enumerate(workers):
+            worker.forget_reply()
+            worker.control[COMMAND] = MESSAGE if messages else STEP
+            worker.pending, worker.waited = True, 0.0
+            worker.go.release()
+            if messages:
+                try:
+                    worker.pipe.send_bytes(messages[place])
+                except (BrokenPipeError, ConnectionResetError):
+                    pass  # collect() will report it in full
+                except BlockingIOError:
+                    worker.waited = math.inf  # it is stopped
 
     def collect(self, name: str, workers: Sequence[Worker], timeout: float | None = None) -> list[tuple[int, Any]]:
         """Wait for the workers' replies to `name`; return their results in the order of the environments.
@@ -277,60 +240,43 @@ class WorkerPool:
         After a TimeoutError, which comes after `timeout` seconds, and after a WorkerError about a lost worker that has
         been replaced, call it again for the rest.
         """
-        try:
-            for worker in workers:
-                if worker.pending and self._poll and poll(worker.done):
-                    self._take_reply(worker, name)
-            if any(worker.pending for worker in workers):
-                self._wait_for_the_rest(name, workers, timeout)
-            self._raise_errors(name, workers)
-            return [(n, pickle.loads(result)) for worker in workers for n, result in worker.results]
-        except (WorkerError, multiprocessing.TimeoutError):
-            raise
-        except BaseException as error:
-            self._interrupted(name, error)
-            raise
-
-    def _interrupted(self, name: str, error: BaseException) -> None:
-        """After Ctrl-C, say, nobody knows which workers have begun, or answered: so only `close` is possible."""
-        self.failure = f"`{name}` was interrupted by {error!r}."
+        self.failure = f"`{name}` was interrupted."
+        for worker in workers:
+            if worker.pending and self._poll and poll(worker.done):
+                self._take_reply(worker, name)
+        if any(worker.pending for worker in workers):
+            self._wait_for_the_rest(name, workers, timeout)
+        self._raise_errors(name, workers)
+        self.failure = None
+        return [(n, pickle.loads(result)) for worker in workers for n, result in worker.results]
 
     def _wait_for_the_rest(self, name: str, workers: Sequence[Worker], timeout: float | None) -> None:
-        start = last_look = time.monotonic()
-        error_seen = math.inf
-        for worker in workers:
-            while worker.pending and time.monotonic() < error_seen + ERROR_SECONDS:
-                if worker.done.acquire(True, LIVENESS_SECONDS):
-                    self._take_reply(worker, name)
-                    continue
-                now = time.monotonic()
-                if now - last_look > STANDSTILL_SECONDS:  # by Ctrl-Z, say: nobody's time ran
-                    for other in workers:
-                        other.deadline += now - last_look
-                last_look = now
-                self._look_around(name, workers, now)
-                if name in ENDING and any(other.errors for other in workers):
-                    error_seen = min(error_seen, now)
-                elif timeout is not None and now >= start + timeout:
-                    text = f"The call to `{name}_wait` has timed out after {timeout} second(s)."
-                    raise multiprocessing.TimeoutError(text)
-
-    def _look_around(self, name: str, workers: Sequence[Worker], now: float) -> None:
-        """Take the replies that are there. Raise if a worker is found dead or hung; what an environment has raised
-        tells more, and may be why."""
-        for worker in workers:
-            if not worker.pending:
+        """Take replies as they come. Raise if a worker is found dead or hung; but rather what an environment has
+        raised, which tells more, and may be why."""
+        start, looks_after_error = time.monotonic(), 0
+        while pending := [worker for worker in workers if worker.pending]:
+            if pending[0].done.acquire(True, LIVENESS_SECONDS):
+                self._take_reply(pending[0], name)
                 continue
-            alive = worker.process.is_alive()  # asked first: it may have finished just before it died
-            if worker.done.acquire(False):
-                self._take_reply(worker, name)
-            elif not alive or now >= worker.deadline:
-                lost = self._lost(worker, name, hung=alive)
-                for other in workers:
-                    if other.pending and other.done.acquire(False):
-                        self._take_reply(other, name)
-                self._raise_errors(name, workers, lost)
+            lost: WorkerError | None = None
+            for worker in pending:
+                alive = worker.process.is_alive()  # asked first: it may have finished just before it died
+                worker.waited += LIVENESS_SECONDS
+                if worker.done.acquire(False):
+                    self._take_reply(worker, name)
+                elif lost is None and (not alive or worker.waited >= (self.step_timeout or math.inf)):
+                    lost = self._lost(worker, name, hung=alive)
+            if lost is not None:
+                self._raise_errors(name, workers)
                 raise lost
+            if name in ENDING and any(worker.errors for worker in workers):
+                looks_after_error += 1
+                if looks_after_error * LIVENESS_SECONDS > ERROR_SECONDS:
+                    return
+            elif timeout is not None and time.monotonic() >= start + timeout:
+                raise multiprocessing.TimeoutError(
+                    f"The call to `{name}_wait` has timed out after {timeout} second(s)."
+                )
 
     def _take_reply(self, worker: Worker, name: str) -> None:
         worker.pending = False
@@ -342,12 +288,9 @@ class WorkerPool:
         if name == "step":
             worker.failures = 0
 
-    def _deadline(self) -> float:
-        return time.monotonic() + (math.inf if self.step_timeout is None else self.step_timeout)
-
     # ---- failures ---------------------------------------------------------------------------------------------------
 
-    def _raise_errors(self, name: str, workers: Sequence[Worker], cause: WorkerError | None = None) -> None:
+    def _raise_errors(self, name: str, workers: Sequence[Worker]) -> None:
         """Raise what environments have raised, if any have, in at most 25 lines, the reason first."""
         errors = [error for worker in workers for error in worker.errors]
         if not errors:
@@ -356,29 +299,25 @@ class WorkerPool:
         if first.name == "NoState":
             message = first.message
         else:
-            reasons = [
-                f"{e.name} during {name} in {self._describe(e.env_index)}: {shorten(e.message, 4)}" for e in errors
-            ]
-            message = "\n\n".join([shorten("\n".join(reasons), 8), shorten(first.trace, 16)]).rstrip()
-        if name in ENDING:
-            self.failure = message
+            where = [f"{e.name} during {name} in {self._describe(e.env_index)}" for e in errors]
+            reasons = "\n".join(f"{place}: {shorten(e.message, 4)}" for place, e in zip(where, errors, strict=True))
+            message = f"{shorten(reasons, 8)}\n\n{shorten(first.trace, 16)}".rstrip()
+        self.failure = message if name in ENDING else None
         if name in ("step", "reset"):  # as AsyncVectorEnv does; the workers concerned have closed their environments
             for error in errors:
                 logger.error("Received the following error from Worker-%s - Shutting it down", error.env_index)
                 logger.error("%s", error.trace or error.message)
             logger.error("Raising the last exception back to the main process.")
-        raise WorkerError.of_kind(getattr(sys.modules.get(first.module), first.name, None), message) from cause
+        raise WorkerError.of_kind(getattr(sys.modules.get(first.module), first.name, None), message)
 
     def _lost(self, worker: Worker, name: str, hung: bool = False) -> WorkerError:
         """Put an end to a worker that died or hung; return the report."""
         pid, running = worker.process.pid, worker.control[RUNNING]
-        if hung:
+        if hung:  # let its faulthandler write on stderr where it is
             with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGUSR1)  # makes its faulthandler write down where it is
-            worker.crash_pipe.poll(TRACE_SECONDS)
-            time.sleep(LIVENESS_SECONDS)  # for the rest of the trace
-        exit_code, trace = worker.end()
-        trace = trace.partition(f'  File "{protocol.__file__}"')[0]  # the environment's frames come first, then ours
+                os.kill(pid, signal.SIGABRT)
+            worker.process.join(TRACE_SECONDS)
+        exit_code = worker.end()
         if hung:
             cause = f"did not answer within step_timeout={self.step_timeout} s and was killed"
         elif exit_code is not None and exit_code < 0:
@@ -390,8 +329,7 @@ class WorkerPool:
         where = f"none of its environments {worker.env_indices[0]} to {worker.env_indices[-1]} running"
         if running != NONE:
             where = f"in {self._describe(running)}"
-        message = f"Worker {worker.index} (process {pid}) {cause} during {name}, {where}.\n{shorten(trace, 20)}"
-        self.failure = message.rstrip()
+        self.failure = f"Worker {worker.index} (process {pid}) {cause} during {name}, {where}."
         error = WorkerError.of_kind(multiprocessing.TimeoutError if hung else None, self.failure)
         error.worker = worker
         worker.forget_reply()
@@ -400,7 +338,7 @@ class WorkerPool:
 
     def _describe(self, env_index: int) -> str:
         text = f"environment {env_index} (seed {self.seeds[env_index]}"
-        if self.shared is not None and self.acted:
+        if self.acted:
             text += f", last action {map_tree(self.shared.actions, lambda array: array[env_index].tolist())}"
         return text + ")"
 
@@ -408,7 +346,7 @@ class WorkerPool:
 
     def close(self, timeout: float | None = None, terminate: bool = False) -> None:
         """End all workers: let environments finish and close for `timeout` seconds, or not at all; then kill."""
-        self.memory.close()
+        self.shared.file.close()
         if os.getpid() != self.process:
             return
         deadline = time.monotonic() + (CLOSE_SECONDS if timeout is None else timeout)

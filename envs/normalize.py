@@ -2,8 +2,8 @@
 
 Details 28-31 of the "37 implementation details": observations are centred and scaled by their running mean and standard
 deviation and clipped; rewards are divided by the running standard deviation of the discounted return and clipped.
-Unlike Gymnasium's, these wrappers normalise the final observation of an episode that ends in SAME_STEP mode, take
-resets of some environments only, hand over the untouched reward, and leave out what is not finite.
+Unlike Gymnasium's, these wrappers normalise the final observation of an episode that ends in SAME_STEP mode, and can be
+saved. They trust their numbers to be finite: `EpisodeStatistics` sees to that.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
-
-from envs.state import NoState
 
 Gather = Callable[[np.ndarray], list[np.ndarray]]  # an array in each of several processes -> the arrays of all
 
@@ -30,25 +28,18 @@ class RunningMeanStd:
         self.count = 1e-4  # a trace of a prior of mean 0 and variance 1, which the first batch outweighs
         self.gather = gather
 
-    def update(self, batch: np.ndarray) -> bool:
-        """Absorb `batch` (batch_size, *shape); rows that are not finite are left out, and False is returned."""
+    def update(self, batch: np.ndarray) -> None:
+        """Absorb `batch` (batch_size, *shape)."""
         deviations = np.asarray(batch, np.float64) - self.mean  # squares of float32 overflow at 2e19
-        squares = np.add.reduce(deviations * deviations, 0)
-        finite = math.isfinite(np.add.reduce(squares, None))
-        if not finite:
-            deviations = deviations[np.isfinite(deviations).reshape(len(deviations), -1).all(1)]
-            squares = np.add.reduce(deviations * deviations, 0)
-        sums, size = np.add.reduce(deviations, 0), len(deviations)
+        sums, squares = np.add.reduce(deviations, 0), np.add.reduce(deviations * deviations, 0)
+        size = float(len(deviations))
         if self.gather is not None:
             moments = np.sum(self.gather(np.concatenate([np.ravel(sums), np.ravel(squares), [size]])), axis=0)
-            sums, squares = moments[:-1].reshape(2, *self.mean.shape)
-            size = moments[-1]
+            (sums, squares), size = moments[:-1].reshape(2, *self.mean.shape), float(moments[-1])
         total = self.count + size
         shift = sums / total
-        var = (self.var * self.count + squares) / total - shift * shift
-        if math.isfinite(np.add.reduce(var, None)):  # else every later observation would be a healthy-looking 0
-            self.mean, self.var, self.count = self.mean + shift, var, total
-        return finite
+        self.var = (self.var * self.count + squares) / total - shift * shift
+        self.mean, self.count = self.mean + shift, total
 
     def get_state(self) -> dict[str, Any]:
         return {"mean": np.array(self.mean), "var": np.array(self.var), "count": float(self.count)}
@@ -57,16 +48,8 @@ class RunningMeanStd:
         self.mean, self.var, self.count = np.array(state["mean"]), np.array(state["var"]), float(state["count"])
 
 
-def _clip(values: np.ndarray, limit: float, finite: bool) -> np.ndarray:
-    """Clip to [-limit, limit]. Infinities become nan: they are a fault, and must not look healthy."""
-    clipped = np.minimum(np.maximum(values, -limit), limit)
-    return clipped if finite else np.where(np.isinf(values), np.nan, clipped)
-
-
-def _state_of(env: VectorEnv) -> Any:
-    if not hasattr(type(env), "get_state"):
-        raise NoState(f"{env} cannot be saved, because it lacks get_state() and set_state(state).")
-    return env.get_state()  # type: ignore[attr-defined]
+def _clip(values: np.ndarray, limit: float) -> np.ndarray:
+    return np.minimum(np.maximum(values, -limit), limit)  # a third of the time of np.clip
 
 
 class NormalizeObservation(VectorWrapper):
@@ -95,31 +78,31 @@ class NormalizeObservation(VectorWrapper):
         self.statistics = RunningMeanStd(shape, gather) if statistics is None else statistics
         self.training, self.clip, self.epsilon = training, clip, epsilon
 
-    def normalize(self, obs: np.ndarray, finite: bool = False) -> np.ndarray:
-        """(..., *shape) -> float32 (..., *shape) with the statistics as they stand. `finite`: it is known to be."""
+    def normalize(self, obs: np.ndarray) -> np.ndarray:
+        """(..., *shape) -> float32 (..., *shape) with the statistics as they stand."""
         scaled = (obs - self.statistics.mean) / np.sqrt(self.statistics.var + self.epsilon)
-        return _clip(scaled, self.clip, finite).astype(np.float32)
+        return _clip(scaled, self.clip).astype(np.float32)
 
     def reset(self, *, seed=None, options=None):
-        begun = (options or {}).get("reset_mask", slice(None))  # read now, for Gymnasium takes it out
         obs, infos = self.env.reset(seed=seed, options=options)
         if self.training:
-            self.statistics.update(obs[begun])
+            self.statistics.update(obs)
         return self.normalize(obs), infos
 
     def step(self, actions):
         obs, rewards, terminations, truncations, infos = self.env.step(actions)
-        finite = self.training and self.statistics.update(obs)
+        if self.training:
+            self.statistics.update(obs)
         if "final_obs" in infos:
             final_obs = infos["final_obs"].copy()
             for n in np.flatnonzero(infos["_final_obs"]):
                 final_obs[n] = self.normalize(final_obs[n])
             infos["final_obs"] = final_obs
-        return self.normalize(obs, finite), rewards, terminations, truncations, infos
+        return self.normalize(obs), rewards, terminations, truncations, infos
 
     def get_state(self) -> dict[str, Any]:
-        """The statistics and the state of the wrapped environments. Raises NoState if those have none."""
-        return {"statistics": self.statistics.get_state(), "env": _state_of(self.env)}
+        """The statistics and the state of the wrapped environments."""
+        return {"statistics": self.statistics.get_state(), "env": self.env.get_state()}  # type: ignore[attr-defined]
 
     def set_state(self, state: dict[str, Any]) -> Any:
         self.statistics.set_state(state["statistics"])
@@ -129,50 +112,46 @@ class NormalizeObservation(VectorWrapper):
 class NormalizeReward(VectorWrapper):
     """Rewards become r / sqrt(var(discounted return) + epsilon), clipped to [-clip, clip].
 
-    The discounted return of each environment restarts at either end of an episode and at a reset; a step that only
-    resets (NEXT_STEP) is not counted. `gamma` must be the gamma of training, or the scale is that of another
-    problem. The untouched rewards stay in `infos["raw_reward"]`, (num_envs,).
+    The discounted return of each environment restarts at either end of an episode and at a reset. `gamma` must be the
+    gamma of training, or the scale is that of another problem. For SAME_STEP only, where every step is a transition.
     """
 
     def __init__(
         self, env: VectorEnv, gamma: float, clip: float = 10.0, epsilon: float = 1e-8, gather: Gather | None = None
     ) -> None:
         super().__init__(env)
+        if env.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
+            raise ValueError("NormalizeReward needs environments with autoreset_mode=AutoresetMode.SAME_STEP.")
         self.gamma, self.clip, self.epsilon = gamma, clip, epsilon
         self.statistics = RunningMeanStd(gather=gather)
         self.returns = np.zeros(self.num_envs)
-        self.next_step_resets = np.zeros(self.num_envs, np.bool_)  # only ever true in NEXT_STEP
-        self._in_next_step_mode = env.metadata.get("autoreset_mode", AutoresetMode.NEXT_STEP) is AutoresetMode.NEXT_STEP
 
     def reset(self, *, seed=None, options=None):
-        begun = (options or {}).get("reset_mask", slice(None))  # read now, for Gymnasium takes it out
         obs, infos = self.env.reset(seed=seed, options=options)
-        self.returns[begun] = 0.0
-        self.next_step_resets[begun] = False
+        self.returns[:] = 0.0
         return obs, infos
 
     def step(self, actions):
         obs, rewards, terminations, truncations, infos = self.env.step(actions)
         self.returns = self.returns * self.gamma + rewards
-        finite = self.statistics.update(self.returns[~self.next_step_resets])
-        ended = terminations | truncations
-        self.returns[ended] = 0.0
-        if not finite:  # a nan would stay for ever where episodes never end
-            self.returns[~np.isfinite(self.returns)] = 0.0
-        if self._in_next_step_mode:
-            self.next_step_resets = ended
-        infos["raw_reward"] = rewards
-        scaled = _clip(rewards / math.sqrt(self.statistics.var + self.epsilon), self.clip, finite)
+        self.statistics.update(self.returns)
+        self.returns[terminations | truncations] = 0.0
+        scaled = _clip(rewards / math.sqrt(self.statistics.var + self.epsilon), self.clip)
         return obs, scaled, terminations, truncations, infos
 
     def get_state(self) -> dict[str, Any]:
-        """Statistics, returns so far and the state of the wrapped environments. Raises NoState if those have none."""
-        own = {"returns": self.returns.copy(), "next_step_resets": self.next_step_resets.copy()}
-        return {"statistics": self.statistics.get_state(), **own, "env": _state_of(self.env)}
+        """Statistics, returns so far and the state of the wrapped environments."""
+        env = self.env.get_state()  # type: ignore[attr-defined]
+        return {"statistics": self.statistics.get_state(), "returns": self.returns.copy(), "env": env}
 
     def set_state(self, state: dict[str, Any]) -> Any:
         self.statistics.set_state(state["statistics"])
+<<<<<<< HEAD
         restored = self.env.set_state(state["env"])  # type: ignore[attr-defined]
         if restored:  # not where there are more or fewer environments now
             self.returns, self.next_step_resets = state["returns"].copy(), state["next_step_resets"].copy()
         return restored
+=======
+        self.returns = state["returns"].copy()
+        return self.env.set_state(state["env"])  # type: ignore[attr-defined]
+>>>>>>> 1d84b6351249af5a13f6c85abfb83189dfe2a82a

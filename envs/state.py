@@ -14,7 +14,6 @@ import logging
 import sys
 from collections import deque
 from collections.abc import Collection
-from enum import Enum
 from functools import partial
 from pathlib import PurePath
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -37,7 +36,10 @@ def get_state(env: Env) -> dict[str, Any]:
         state = _mujoco_state(inner)
     else:
         state = _to_plain(inner.get_state(), f"The state of {type(inner).__name__}")
-    return {"env": state, "wrappers": [_attributes(wrapper) for wrapper in wrappers]}
+    try:
+        return {"env": state, "wrappers": [_attributes(wrapper) for wrapper in wrappers]}
+    except RecursionError:
+        raise NoState(f"{env} cannot be saved, because a wrapper holds something that is a part of itself.") from None
 
 
 def set_state(env: Env, state: dict[str, Any]) -> None:
@@ -81,27 +83,20 @@ UNSAVED_TYPES = (
 KIND = "__kind__"
 
 
-def _attributes(holder: Any, unsaved: Collection[str] = (), inside: tuple[Any, ...] = ()) -> dict[str, Any]:
-    """Copies of the attributes of `holder`, which is a part of the objects `inside`.
-
-    A random generator, and an object with attributes of its own, such as the statistics of Gymnasium's
-    NormalizeObservation, are restored in place.
-    """
+def _attributes(holder: Any, unsaved: Collection[str] = ()) -> dict[str, Any]:
+    """Copies of the attributes of `holder`. A random generator, and an object with attributes of its own, such as the
+    statistics of Gymnasium's NormalizeObservation, are restored in place."""
     if isinstance(holder, PassiveEnvChecker):
         return {}  # it compares the first steps of this very environment
     state: dict[str, Any] = {}
     for name, value in vars(holder).items():
         if name in UNSAVED_NAMES or name in unsaved or isinstance(value, UNSAVED_TYPES):
             continue
-        if type(value).__module__.startswith("pygame"):  # a window and its clock
-            continue
         where = f"{type(holder).__name__}.{name}"
         if isinstance(value, np.random.Generator):
             state[name] = {KIND: "generator", "state": _to_plain(value.bit_generator.state, where)}
         elif _has_only_attributes(value):
-            if any(value is outer for outer in (*inside, holder)):
-                raise NoState(f"{where} is what it is a part of, and that cannot be saved.")
-            state[name] = {KIND: "object", "attributes": _attributes(value, inside=(*inside, holder))}
+            state[name] = {KIND: "object", "attributes": _attributes(value)}
         else:
             state[name] = _to_plain(value, where)
     return state
@@ -118,14 +113,9 @@ def _set_attributes(holder: Any, state: dict[str, Any]) -> None:
                 vars(holder)[name] = _from_plain(saved)
 
 
-class _Empty:
-    pass
-
-
 def _has_only_attributes(value: Any) -> bool:
-    """Whether `value` keeps nothing in slots or in C, where its class would need more space than an empty one."""
-    same_size = type(value).__basicsize__ == _Empty.__basicsize__
-    return hasattr(value, "__dict__") and same_size and not isinstance(value, Enum)
+    """Whether `value` is of a class written in Python that extends no other, so that its attributes are all it has."""
+    return hasattr(value, "__dict__") and type(value).__mro__[1:] == (object,)
 
 
 def _to_plain(value: Any, where: str) -> Any:

@@ -25,11 +25,10 @@ from typing import Any, Literal
 import numpy as np
 from gymnasium import Env, Space, logger
 from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoAsyncCallError
-from gymnasium.spaces.utils import is_space_dtype_shape_equiv
 from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_differing_spaces, batch_space
+from gymnasium.vector.utils import batch_space
 
-from envs._shared_memory import copies_of_rows, info_layout, map_space, map_tree, row_of, write_tree
+from envs._shared_memory import check_numeric, copies_of_rows, info_layout, map_tree, row_of, write_tree
 from envs._subproc_worker import Requests
 from envs._worker_pool import Worker, WorkerError, WorkerPool
 
@@ -50,15 +49,13 @@ class SubprocVecEnv(VectorEnv):
             least memory; the others run the main script again in each worker, up to `if __name__ == "__main__":`.
         autoreset_mode: what follows the end of an episode. With SAME_STEP the step that ends an episode returns the
             next one's first observation and keeps what it replaces in `infos["final_obs"]` and `infos["final_info"]`.
-        step_timeout: seconds after which a worker that has not finished a step (or a reset, call or construction)
-            counts as hung; None means never.
-        on_worker_failure: "raise", or "restart": a worker that died or hung in `step` or `reset` is replaced, its
-            episodes come back as truncated, with reward 0, the observation before the step as the final one, and
-            `infos["worker_restarted"]` set; other environments lose nothing. New environments know nothing of
-            earlier `set_attr`s. A worker lost in `reset` raises if a mask spares some of its environments, whose
-            episodes nobody could then end; so does one lost again and again, 4 times, without finishing a step.
-        shared_memory, daemon, observation_mode: as in AsyncVectorEnv, but memory is always shared.
-        max_concurrency: an upper limit of `num_workers`.
+        step_timeout: seconds after which a worker that has not finished any call counts as hung; None means never.
+        on_worker_failure: "raise", or "restart": a worker lost in `step` is replaced. Its episodes come back as
+            truncated, with reward 0, the observation before the step as the final one, and
+            `infos["worker_restarted"]` set; other environments lose nothing. One that is lost in `reset` is replaced
+            too, unless a mask spares some of its environments. New environments know nothing of earlier `set_attr`s.
+            A worker that is lost 4 times without finishing a step raises.
+        max_concurrency: an upper limit of `num_workers`. shared_memory: always is. Both are AsyncVectorEnv's.
 
     Raises:
         TypeError, ValueError, RuntimeError: for arguments or spaces that cannot be served or do not fit together.
@@ -74,8 +71,6 @@ class SubprocVecEnv(VectorEnv):
         shared_memory: bool = True,
         copy: bool = True,
         context: str | None = None,
-        daemon: bool = True,
-        observation_mode: str | tuple[Space, Space] = "same",
         autoreset_mode: str | AutoresetMode = AutoresetMode.NEXT_STEP,
         max_concurrency: int | None = None,
         step_timeout: float | None = 300.0,
@@ -100,10 +95,10 @@ class SubprocVecEnv(VectorEnv):
         self.on_worker_failure = on_worker_failure
         self._pending: str | None = None  # the call that the workers are busy with: "reset", "step", ...
         self._restarted: set[Worker] = set()  # in place of lost ones, since the pending call began
-        self._pool = WorkerPool(self, env_fns, self.num_workers, self.autoreset_mode, context, daemon, step_timeout)
+        self._pool = WorkerPool(self, env_fns, context, step_timeout)
         try:
             descriptions = self._pool.start(self._pool.workers)
-            self._adopt_spaces([description[:2] for description in descriptions], observation_mode)
+            self._adopt_spaces([description[:2] for description in descriptions])
             _, _, metadata, self.render_mode = descriptions[0]
             self.metadata = {**metadata, "autoreset_mode": self.autoreset_mode}
             self._shared = self._pool.attach(self.single_observation_space, self.single_action_space)
@@ -114,37 +109,19 @@ class SubprocVecEnv(VectorEnv):
         self._results = (shared.observations, shared.rewards, shared.terminations, shared.truncations)
         self._observations_before = map_tree(shared.observations, np.copy)  # the step; kept for restarts
 
-    def _adopt_spaces(self, spaces: list[tuple[Space, Space]], mode: str | tuple[Space, Space]) -> None:
-        """Check that the environments' (observation, action) spaces fit together, and set the vector's spaces."""
+    def _adopt_spaces(self, spaces: list[tuple[Space, Space]]) -> None:
+        """Set the vector's spaces to the (observation, action) spaces of the environments, which must be the same."""
         self.single_observation_space, self.single_action_space = spaces[0]
-        if isinstance(mode, tuple):
-            self.observation_space, self.single_observation_space = mode
-        elif mode not in ("same", "different"):
-            raise ValueError(
-                "Invalid `observation_mode`, expected: 'same' or 'different' or tuple of single and batch observation "
-                f"space, actual got {mode}"
-            )
         for index, (observation_space, action_space) in enumerate(spaces):
-            map_space(observation_space, id)  # raises if they are not numeric
-            map_space(action_space, id)
-            if mode == "same" and observation_space != self.single_observation_space:
+            check_numeric(observation_space)
+            check_numeric(action_space)
+            if (observation_space, action_space) != spaces[0]:
                 raise RuntimeError(
-                    "With observation_mode='same', the sub-environments observation spaces are not equivalent: "
-                    f"environment {index} has {observation_space}, environment 0 {self.single_observation_space}. "
-                    "If this is intentional, use `observation_mode='different'` instead."
+                    f"All environments need the same spaces, but environment {index} has {observation_space} and "
+                    f"{action_space}, environment 0 {self.single_observation_space} and {self.single_action_space}."
                 )
-            same_shape = is_space_dtype_shape_equiv(observation_space, self.single_observation_space)
-            if action_space != self.single_action_space or not same_shape:
-                raise RuntimeError(
-                    "All environments need the same action space, and observations of the same shape and dtype, but "
-                    f"environment {index} has {action_space} and {observation_space} where "
-                    f"{self.single_action_space} and {self.single_observation_space} are expected."
-                )
+        self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
-        if mode == "same":
-            self.observation_space = batch_space(self.single_observation_space, self.num_envs)
-        elif mode == "different":
-            self.observation_space = batch_differing_spaces([space for space, _ in spaces])
 
     # ---- step -------------------------------------------------------------------------------------------------------
 
@@ -173,25 +150,20 @@ class SubprocVecEnv(VectorEnv):
         self._begin("step", requests)
 
     def step_wait(self, timeout: float | None = None) -> StepReturn:
-        """Wait for `step_async`.
-
-        Returns:
-            observations (num_envs, ...); rewards, (num_envs,) float64; terminations and truncations, (num_envs,)
-            bool; and infos in Gymnasium's vector format.
+        """Wait for `step_async`; return observations (num_envs, ...), rewards (num_envs,) float64, terminations and
+        truncations (num_envs,) bool, and infos in Gymnasium's vector format.
 
         Raises:
             multiprocessing.TimeoutError: after `timeout` seconds; the step stays pending and can be waited for.
-            WorkerError: if an environment raised (it is then also of that exception's type), or a worker died, or
-                it took longer than `step_timeout` (then it is also a multiprocessing.TimeoutError). The text names
-                the environment, its seed, its last action and the place in the code. Only `close` is possible then,
-                as it is after a KeyboardInterrupt in the middle of any call.
+            WorkerError: if an environment raised (it is then also of that exception's type), a worker died, or it
+                took longer than `step_timeout` (it is then also a TimeoutError). Only `close` is possible then.
         """
         pickled, table = self._collect("step", timeout), self._shared.infos
-        if any(type(info[key]) is not kind for key, kind in table.layout.items() for _, info in pickled if key in info):
-            # Whose info comes first decides the type of a key's array: so in the environments' order.
+        num_shared, infos = np.count_nonzero(table.present), {}
+        if num_shared == self.num_envs:
+            infos = table.read()
+        elif num_shared or pickled:  # in the environments' order: whose info comes first decides the type of a key
             infos = self._merge({}, sorted([*table.read_each(), *pickled], key=lambda result: result[0]))
-        else:
-            infos = self._merge(table.read(), pickled)
         while self._restarted:
             infos = self._truncate(self._restarted.pop(), infos)
         results = self._fresh(self._results)
@@ -250,10 +222,7 @@ class SubprocVecEnv(VectorEnv):
         if mask.dtype != np.bool_:
             raise TypeError(f"`options['reset_mask']` must have `dtype=np.bool_`, got {mask.dtype}")
         if not mask.any():
-            raise ValueError(
-                "`options['reset_mask']` must contain a boolean array with at least one True value, "
-                f"got reset_mask={mask}"
-            )
+            raise ValueError("`options['reset_mask']` must contain a boolean array with at least one True value")
         return np.flatnonzero(mask).tolist()
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
@@ -314,11 +283,7 @@ class SubprocVecEnv(VectorEnv):
         """Restore what `get_state` returned. Workers may be more or fewer than they were then."""
         if len(state["envs"]) != self.num_envs:
             raise ValueError(f"This state is of {len(state['envs'])} environments, but here are {self.num_envs}.")
-        # One environment of each worker at a time, which thus has all of `step_timeout`: an emulator that can only
-        # play its episode once more takes long.
-        for i in range(len(self._pool.workers[-1].env_indices)):  # the last has as many as any
-            indices = [n for worker in self._pool.workers for n in worker.env_indices[i : i + 1]]
-            self._command("set_state", [(n, state["envs"][n]) for n in indices])
+        self._command("set_state", list(enumerate(state["envs"])))
         self._pool.seeds[:] = state["seeds"]
         write_tree(self._shared.observations, state["observations"])
 
@@ -337,11 +302,11 @@ class SubprocVecEnv(VectorEnv):
 
     def _assert_free(self, method: str) -> None:
         self._assert_running()
-        if self._pool.failure is not None:
-            raise WorkerError(f"Nothing but close() is possible after this: {self._pool.failure}")
         if self._pending is not None:
             text = f"Calling `{method}` while waiting for a pending call to `{self._pending}` to complete."
             raise AlreadyPendingCallError(text, self._pending)
+        if self._pool.failure is not None:
+            raise WorkerError(f"Nothing but close() is possible after this: {self._pool.failure}")
 
     def _begin(self, name: str, requests: Requests | None) -> None:
         self._restarted.clear()
@@ -357,23 +322,23 @@ class SubprocVecEnv(VectorEnv):
         while True:
             try:
                 return self._pool.collect(name, self._pool.workers, timeout)
-            except (WorkerError, TimeoutError) as error:
-                if not isinstance(error, WorkerError):  # only the patience of this call has ended
-                    self._pending = name
-                    raise
+            except WorkerError as error:
                 self._replace(error, name)
+            except TimeoutError:  # only the patience of this call has ended
+                self._pending = name
+                raise
 
     # ---- after the loss of a worker ---------------------------------------------------------------------------------
 
     def _replace(self, error: WorkerError, name: str) -> None:
         """Replace the worker whose loss `error` reports, or raise that."""
         worker = error.worker
-        everything_ends = name == "step" or (
-            worker is not None and name == "reset" and {n for n, _ in self._resets}.issuperset(worker.env_indices)
-        )
-        if worker is None or self.on_worker_failure != "restart" or not everything_ends:
+        begin_anew = {"step": self._begin_anew, "reset": self._reset_again}.get(name)
+        if worker is None or begin_anew is None or self.on_worker_failure != "restart":
             raise error
-        self._pool.replace(error, self._begin_anew if name == "step" else self._reset_again)
+        if name == "reset" and not {n for n, _ in self._resets}.issuperset(worker.env_indices):
+            raise error
+        self._pool.replace(error, begin_anew)
 
     def _reset_again(self, worker: Worker) -> None:
         self._restarted.add(worker)

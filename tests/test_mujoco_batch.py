@@ -6,6 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +16,11 @@ import numpy as np
 import pytest
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from gymnasium.wrappers.vector import RecordEpisodeStatistics
 
 from envs._mujoco_simulations import Simulations
 from envs.mujoco_batch import TASKS, MujocoBatchVecEnv, is_plain_task
 
 ROOT = Path(__file__).resolve().parent.parent
-TERMINATING = {
-    "Ant-v5",
-    "Hopper-v5",
-    "Humanoid-v5",
-    "InvertedDoublePendulum-v5",
-    "InvertedPendulum-v5",
-    "Walker2d-v5",
-}
 
 
 @pytest.fixture(autouse=True)
@@ -95,17 +87,16 @@ def assert_same_run(env_id: str, mode: AutoresetMode, num_steps: int, num_envs: 
     return ends.tolist()
 
 
+@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
 @pytest.mark.parametrize("env_id", TASKS)
-def test_same_step_run_equals_sync_vector_env_bit_for_bit(env_id: str) -> None:
-    # long enough for the registered limit of 1,000 steps to be met in every environment, at different times
-    ends = assert_same_run(env_id, AutoresetMode.SAME_STEP, 1100, num_envs=2)
-    assert min(ends) >= (10 if env_id in TERMINATING - {"Ant-v5"} else 1)
+def test_a_run_equals_sync_vector_env_bit_for_bit(env_id: str, mode: AutoresetMode) -> None:
+    ends = assert_same_run(env_id, mode, 250, max_episode_steps=45)
+    assert min(ends) >= 3
 
 
-@pytest.mark.parametrize("env_id", TASKS)
-def test_next_step_run_equals_sync_vector_env_bit_for_bit(env_id: str) -> None:
-    ends = assert_same_run(env_id, AutoresetMode.NEXT_STEP, 300, max_episode_steps=45)
-    assert min(ends) >= 4
+@pytest.mark.parametrize("env_id", ["HalfCheetah-v5", "Hopper-v5"])
+def test_the_registered_time_limit_is_met_as_in_sync_vector_env(env_id: str) -> None:
+    assert min(assert_same_run(env_id, AutoresetMode.SAME_STEP, 1100, num_envs=2)) >= 1
 
 
 @pytest.mark.parametrize(
@@ -293,17 +284,6 @@ def test_returned_arrays_are_not_written_again() -> None:
     assert_identical(kept, pickle.loads(snapshot), "earlier results")
 
 
-def test_gymnasium_vector_wrappers_work_on_it() -> None:
-    envs = RecordEpisodeStatistics(MujocoBatchVecEnv("InvertedPendulum-v5", 4, 2, max_episode_steps=9))
-    envs.reset(seed=0)
-    lengths = []
-    for _ in range(30):
-        infos = envs.step(np.zeros((4, 1), np.float32))[4]
-        if "episode" in infos:
-            lengths += infos["episode"]["l"][infos["_episode"]].tolist()
-    assert lengths == [9] * 12
-
-
 def test_seeds_and_generators_are_those_of_the_single_environments() -> None:
     envs, reference = MujocoBatchVecEnv("Hopper-v5", 3, 1), SyncVectorEnv([lambda: gym.make("Hopper-v5")] * 3)
     for vec_env in (envs, reference):
@@ -332,6 +312,7 @@ def with_gravity(value: float) -> gym.Env:
 
 
 PLAIN: dict[str, tuple[bool, Any]] = {
+    **{env_id: (True, partial(gym.make, env_id)) for env_id in TASKS},
     "after steps": (True, lambda: stepped(gym.make("Hopper-v5"))),
     "arguments": (True, lambda: gym.make("Ant-v5", ctrl_cost_weight=0.1, max_episode_steps=7)),
     "rendering": (True, lambda: gym.make("Ant-v5", render_mode="rgb_array", width=64)),
@@ -354,11 +335,6 @@ def stepped(env: gym.Env) -> gym.Env:
     env.reset(seed=0)
     env.step(env.action_space.sample())
     return env
-
-
-@pytest.mark.parametrize("env_id", TASKS)
-def test_what_gymnasium_makes_is_plain(env_id: str) -> None:
-    assert is_plain_task(gym.make(env_id))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -401,6 +377,8 @@ def test_mistakes_are_answered_in_one_sentence() -> None:
     for shape in ((3,), (2, 4), (3, 3), (2, 3, 1)):
         with pytest.raises(ValueError, match=r"must have shape \(2, 3\), got"):
             envs.step(np.zeros(shape))
+    for dtype in (np.float16, np.float32, np.longdouble, np.int8):
+        assert envs.step(np.zeros((2, 3), dtype))[1].dtype == np.float64
     envs.close()
     envs.close()
     for call in (envs.reset, envs.get_state, envs.render, lambda: envs.step(np.zeros((2, 3)))):
@@ -416,14 +394,6 @@ def test_simulations_cannot_be_copied_or_pickled() -> None:
             how(env._sims)
     with pytest.raises(TypeError, match="live in C memory"):
         copy.deepcopy(env)
-    env.close()
-
-
-def test_rewards_are_float64_whatever_the_actions_are() -> None:
-    env = MujocoBatchVecEnv("HalfCheetah-v5", 2)
-    env.reset(seed=0)
-    for dtype in (np.float16, np.float32, np.longdouble, np.int8):
-        assert env.step(np.zeros((2, 6), dtype))[1].dtype == np.float64
     env.close()
 
 
@@ -458,8 +428,7 @@ def run_python(code: str, folder: Path, script: str = "", **environment: str) ->
     )
 
 
-@pytest.mark.parametrize("context", ["fork", "forkserver", "spawn"])
-def test_a_user_sees_no_noise_and_finds_no_log_file(tmp_path: Path, context: str) -> None:
+def test_a_user_sees_no_noise_and_finds_no_log_file(tmp_path: Path) -> None:
     """Neither in this process nor in workers that make Gymnasium's own HalfCheetah."""
     (tmp_path / "main.py").write_text(
         "import gymnasium as gym, numpy as np\n"
@@ -469,7 +438,7 @@ def test_a_user_sees_no_noise_and_finds_no_log_file(tmp_path: Path, context: str
         "if __name__ == '__main__':\n"
         "    gym.make('HalfCheetah-v5')\n"
         "    env_fns = [partial(gym.make, 'HalfCheetah-v5')] * 2\n"
-        f"    for envs in (MujocoBatchVecEnv('HalfCheetah-v5', 2), SubprocVecEnv(env_fns, context='{context}')):\n"
+        "    for envs in (MujocoBatchVecEnv('HalfCheetah-v5', 2), SubprocVecEnv(env_fns, context='spawn')):\n"
         "        envs.reset(seed=0)\n"
         "        envs.step(np.zeros((2, 6), np.float32))\n"
         "        envs.close()\n"

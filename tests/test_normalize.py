@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pickle
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -12,23 +11,21 @@ import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
-from gymnasium.wrappers.vector import RecordEpisodeStatistics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import envs.queueing  # noqa: F401  (registers TwoQueue-v0)
 from envs.normalize import NormalizeObservation, NormalizeReward, RunningMeanStd
-from envs.state import NoState
 from envs.subproc_vec_env import SubprocVecEnv
 
 NUM_ENVS = 3
 ACTIONS = np.zeros((NUM_ENVS, 1), np.float32)
-SAME_STEP = AutoresetMode.SAME_STEP
 
 
-def vec(env_id: str = "KnownValues-v0", mode: AutoresetMode = SAME_STEP, limit: int | None = 5) -> SyncVectorEnv:
+def vec(env_id: str = "KnownValues-v0", limit: int | None = 5, kind: Any = SyncVectorEnv) -> Any:
     """KnownValues-v0: observation k = steps left, reward 1; ends by termination or after `limit` steps."""
-    return SyncVectorEnv([lambda: gym.make(env_id, max_episode_steps=limit)] * NUM_ENVS, autoreset_mode=mode)
+    env_fns = [lambda: gym.make(env_id, max_episode_steps=limit)] * NUM_ENVS
+    return kind(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 # ---- statistics -----------------------------------------------------------------------------------------------------
@@ -59,7 +56,6 @@ def test_the_prior_fades_at_once() -> None:
 
 def test_processes_that_share_their_batches_have_the_statistics_of_all() -> None:
     batches = np.random.default_rng(0).normal(3.0, 2.0, (20, 8, 2, 3))
-    batches[7, 0, 0, 0] = np.nan  # in a row that no process may count
     messages: list[Any] = [None, None]
     barrier = threading.Barrier(2)
 
@@ -84,27 +80,20 @@ def test_processes_that_share_their_batches_have_the_statistics_of_all() -> None
     np.testing.assert_equal(first.get_state(), second.get_state())
     np.testing.assert_allclose(first.mean, alone.mean, rtol=1e-12)
     np.testing.assert_allclose(first.var, alone.var, rtol=1e-12)
-    assert first.count == pytest.approx(alone.count) == pytest.approx(20 * 8 - 1 + 1e-4)
+    assert first.count == pytest.approx(alone.count)
 
 
-@pytest.mark.filterwarnings("ignore:overflow|invalid value")
 @pytest.mark.parametrize(
     ("batch", "mean", "var"),
     [
         (np.array([[300.0], [300.25], [301.0]], np.float16), 300.4, 3.1887),  # squares overflow float16
         (np.array([[1e20], [0.0]], np.float32), 5e19, 2.5e39),  # and float32
-        (np.array([[1e200], [0.0]]), 2.0, 1.0),  # and float64: left out
-        (np.array([[1e308], [1e308]]), 2.0, 1.0),
-        (np.array([[np.nan], [np.inf]]), 2.0, 1.0),
     ],
 )
-def test_squares_are_summed_in_double_and_what_overflows_that_is_left_out(batch: Any, mean: float, var: float) -> None:
+def test_squares_are_summed_in_double(batch: Any, mean: float, var: float) -> None:
     running = RunningMeanStd((1,))
-    if mean == 2.0:
-        running.update(np.array([[1.0], [3.0]]))
     running.update(batch)
-    np.testing.assert_allclose(running.mean, [mean], rtol=1e-3)
-    np.testing.assert_allclose(running.var, [var], rtol=1e-3)
+    np.testing.assert_allclose([*running.mean, *running.var], [mean, var], rtol=1e-3)
 
 
 # ---- observations ---------------------------------------------------------------------------------------------------
@@ -151,36 +140,31 @@ def test_evaluation_shares_the_statistics_of_training_and_leaves_them_alone() ->
         np.testing.assert_equal(training.statistics.get_state(), statistics)
 
 
-def test_only_boxes_can_be_normalized() -> None:
+def test_only_boxes_and_only_steps_that_are_transitions_can_be_normalized() -> None:
     with pytest.raises(TypeError, match="Box"):
         NormalizeObservation(SyncVectorEnv([lambda: gym.make("FrozenLake-v1")]))
+    with pytest.raises(ValueError, match="SAME_STEP"):
+        NormalizeReward(SyncVectorEnv([lambda: gym.make("KnownValues-v0")]), 0.9)
 
 
 # ---- rewards --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", AutoresetMode)
-def test_rewards_are_divided_by_the_deviation_of_the_discounted_return(mode: AutoresetMode) -> None:
-    """Either end starts a new sum; the row of a reset in NEXT_STEP, whose reward of 0 nobody earned, is not counted."""
-    wrapped = NormalizeReward(vec(mode=mode), 0.9, clip=1e9)
+def test_rewards_are_divided_by_the_deviation_of_the_discounted_return_which_starts_anew_at_either_end() -> None:
+    wrapped = NormalizeReward(vec(), 0.9, clip=1e9)
     wrapped.reset(seed=1)
-    returns, reference, resetting, num_ended = np.zeros(NUM_ENVS), RunningMeanStd(), np.zeros(NUM_ENVS, bool), 0
+    returns, reference, num_ended = np.zeros(NUM_ENVS), RunningMeanStd(), 0
     for _ in range(40):
-        _, rewards, terminated, truncated, infos = wrapped.step(ACTIONS)
-        ended = terminated | truncated
-        raw = np.where(resetting, 0.0, 1.0)
-        returns = 0.9 * returns + raw
-        reference.update(returns[~resetting])
-        np.testing.assert_array_equal(infos["raw_reward"], raw)
-        np.testing.assert_allclose(rewards, raw / np.sqrt(reference.var + 1e-8), rtol=1e-14)
-        returns[ended] = 0
-        num_ended += int(ended.sum())
-        if mode is AutoresetMode.NEXT_STEP:
-            resetting = ended
-        elif mode is AutoresetMode.DISABLED and ended.any():
-            wrapped.reset(options={"reset_mask": ended})
+        _, rewards, terminated, truncated, _ = wrapped.step(ACTIONS)
+        returns = 0.9 * returns + 1.0
+        reference.update(returns)
+        np.testing.assert_allclose(rewards, 1.0 / np.sqrt(reference.var + 1e-8), rtol=1e-14)
+        returns[terminated | truncated] = 0
+        num_ended += int((terminated | truncated).sum())
         np.testing.assert_equal(wrapped.statistics.get_state(), reference.get_state())
     assert num_ended > 10
+    wrapped.reset()
+    assert not wrapped.returns.any()
 
 
 def test_the_return_of_a_constant_reward_by_hand() -> None:
@@ -207,64 +191,14 @@ def test_the_scale_depends_on_gamma() -> None:
     assert deviations[1] > 3 * deviations[0]
 
 
-# ---- resets, faults -------------------------------------------------------------------------------------------------
-
-
-def test_a_reset_by_mask_counts_first_observations_and_begins_sums_only_where_it_resets() -> None:
-    wrapped = NormalizeReward(NormalizeObservation(vec("TwoQueue-v0", AutoresetMode.DISABLED, None)), 0.9)
-    observations: Any = wrapped.env
-    wrapped.reset(seed=1)
-    for _ in range(20):
-        wrapped.step(ACTIONS)
-    returns, count = wrapped.returns.copy(), observations.statistics.count
-    assert returns.all()
-    wrapped.reset(options={"reset_mask": np.array([False, True, False])})
-    assert wrapped.returns.tolist() == [returns[0], 0.0, returns[2]]
-    assert observations.statistics.count == count + 1
-    wrapped.reset()
-    assert not wrapped.returns.any()
-
-
-@pytest.mark.filterwarnings("ignore:invalid value")
-@pytest.mark.parametrize("value", [np.nan, np.inf])
-@pytest.mark.parametrize("what", ["obs", "reward"])
-def test_one_broken_environment_shows_and_spoils_no_other(what: str, value: float) -> None:
-    """Neither may an infinity be clipped to 10 and look healthy, nor a nan reach the statistics of all; and after one
-    broken step an environment counts again, also where episodes never end."""
-    wrapped = NormalizeReward(NormalizeObservation(vec(f"Poison-{what}-{value}-v0", limit=None)), 0.99)
-    observations: Any = wrapped.env
-    wrapped.reset(seed=2)  # environment 1 gets seed 3, the poisoned one
-    for _ in range(20):
-        before = [statistics.count for statistics in (observations.statistics, wrapped.statistics)]
-        obs, rewards, *_ = wrapped.step(ACTIONS + 1)
-    after = [statistics.count for statistics in (observations.statistics, wrapped.statistics)]
-    broken = [~np.isfinite(obs).all(1), ~np.isfinite(rewards)]
-    expected = [[False, True, False], [False] * 3][:: 1 if what == "obs" else -1]
-    assert [one.tolist() for one in broken] == expected
-    assert np.subtract(after, before).round(6).tolist() == [3 - sum(one) for one in expected]
-    for statistics in (observations.statistics, wrapped.statistics):
-        assert np.isfinite([*np.ravel(statistics.mean), *np.ravel(statistics.var)]).all()
-    wrapped.step(ACTIONS + 1)
-    assert wrapped.statistics.count - after[1] == pytest.approx(3)
-    if what == "reward":
-        assert wrapped.returns[1] == 1.0  # from zero again
-
-
 # ---- saved and restored ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", [AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP])
-def test_a_restored_stack_continues_bit_for_bit(mode: AutoresetMode) -> None:
-    def stack() -> Any:
-        env_fns = [lambda: gym.make("KnownValues-v0", max_episode_steps=5)] * NUM_ENVS
-        return NormalizeReward(NormalizeObservation(SubprocVecEnv(env_fns, num_workers=1, autoreset_mode=mode)), 0.9)
-
-    first, second = stack(), stack()
+def test_a_restored_stack_continues_bit_for_bit() -> None:
+    first, second = (NormalizeObservation(NormalizeReward(vec(kind=SubprocVecEnv), 0.9)) for _ in range(2))
     first.reset(seed=1)
     for _ in range(7):
         first.step(ACTIONS)
-    while not np.logical_or(*first.step(ACTIONS)[2:4]).any():
-        pass  # in NEXT_STEP an environment waits for its reset now
     state = first.get_state()
     saved = pickle.dumps(state)
     expected = [first.step(ACTIONS) for _ in range(15)]
@@ -277,11 +211,3 @@ def test_a_restored_stack_continues_bit_for_bit(mode: AutoresetMode) -> None:
     assert pickle.dumps(state) == saved
     first.close()
     second.close()
-
-
-@pytest.mark.parametrize("inner", [vec, lambda: RecordEpisodeStatistics(vec())])
-def test_vector_environments_without_a_state_are_named(inner: Callable[[], Any]) -> None:
-    wrapped = NormalizeReward(NormalizeObservation(inner()), 0.9)
-    wrapped.reset(seed=1)
-    with pytest.raises(NoState, match=r"cannot be saved, because it lacks get_state\(\)"):
-        wrapped.get_state()

@@ -34,7 +34,11 @@ from tests.test_subproc_vec_env import CONTEXTS, MODES, CountEnv
 ROOT = Path(__file__).parent.parent
 LINUX = sys.platform == "linux"
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.skipif(not LINUX, reason="looks into /proc and /dev/shm")]
+pytestmark = [
+    pytest.mark.timeout(60),
+    pytest.mark.xdist_group("faults"),
+    pytest.mark.skipif(not LINUX, reason="looks into /proc and /dev/shm"),
+]
 
 
 class UnpicklableError(Exception):
@@ -122,28 +126,6 @@ def four_envs(kind: str, place: str, once: Path | None = None, **kwargs: Any) ->
     return SubprocVecEnv(env_fns, 2, **{"step_timeout": 20.0, "autoreset_mode": "SameStep", **kwargs})
 
 
-class SlowStepEnv(CountEnv):
-    """Takes a second for each step."""
-
-    def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
-        time.sleep(1)
-        return super().step(action)
-
-
-def test_a_lost_worker_is_not_blamed_on_what_another_one_answered_before() -> None:
-    """That worker still steps when the other one is found dead; its last reply is to a call that failed."""
-    envs = SubprocVecEnv([partial(FaultyEnv, "os._exit", "step"), SlowStepEnv], 2, step_timeout=20.0)
-    try:
-        envs.reset(seed=0)
-        with pytest.raises(WorkerError, match="lacks get_state"):
-            envs.get_state()
-        envs.step(np.array([0, 0]))
-        with pytest.raises(WorkerError, match=r"Worker 0 \(process \d+\) exited with code 3 during step"):
-            envs.step(np.array([0, 0]))
-    finally:
-        envs.close()
-
-
 def children() -> set[int]:
     """The living direct and indirect children of this process that are workers."""
     found = set()
@@ -225,27 +207,21 @@ RAISED = {
 GONE = {
     "sigkill": (WorkerError, r"Worker 1 \(process \d+\) was killed by SIGKILL .* during {}, in environment 3"),
     "nameless signal": (WorkerError, f"was killed by signal {signal.SIGRTMIN + 6} during {{}}, in environment 3"),
-    "sigsegv": (
-        WorkerError,
-        "was killed by SIGSEGV during {}, in environment 3(?s:.)*Segmentation fault(?s:.)*in fail",
-    ),
+    "sigsegv": (WorkerError, "was killed by SIGSEGV during {}, in environment 3"),
     "os._exit": (WorkerError, "exited with code 3 during {}, in environment 3"),
-    "hang": (
-        multiprocessing.TimeoutError,
-        "did not answer within step_timeout=1.0 s(?s:.)*environment 3(?s:.)*in fail",
-    ),
-    "hang in C": (multiprocessing.TimeoutError, "did not answer within step_timeout=1.0 s(?s:.)*in fail"),
+    "hang": (multiprocessing.TimeoutError, "did not answer within step_timeout=1.0 s .* in environment 3"),
+    "hang in C": (multiprocessing.TimeoutError, "did not answer within step_timeout=1.0 s .* in environment 3"),
 }
+TRACED = ("sigsegv", "hang", "hang in C")  # the place in the code is on stderr
 FAULTS = RAISED | GONE
-# How a fault is noticed does not depend on how the worker was started, so under spawn, which starts an interpreter for
-# each worker, a fault of each nature will do.
-CASES = [(context, kind) for context in CONTEXTS[:2] for kind in FAULTS if kind != "nameless signal"]
-CASES += [("spawn", kind) for kind in ("unpicklable", "sigkill", "hang")]
+# How a fault is noticed does not depend on how the worker was started: elsewhere a fault of each nature will do.
+SOME = ("unpicklable", "sigkill", "hang in C")
+CASES = [("fork", kind) for kind in FAULTS] + [(context, kind) for context in CONTEXTS[1:] for kind in SOME]
 
 
 @pytest.mark.filterwarnings("ignore:.*ERROR")
 @pytest.mark.parametrize(("context", "kind"), CASES)
-def test_a_fault_in_step_is_reported_with_its_cause(context: str, kind: str) -> None:
+def test_a_fault_in_step_is_reported_with_its_cause(context: str, kind: str, capfd: Any) -> None:
     envs = four_envs(kind, "step", context=context)
     if kind.startswith("hang"):
         envs._pool.step_timeout = 1.0
@@ -258,6 +234,7 @@ def test_a_fault_in_step_is_reported_with_its_cause(context: str, kind: str) -> 
     assert time.monotonic() - start < 5.0
     assert isinstance(caught.value, WorkerError)
     assert "seed 13, last action 8" in str(caught.value)
+    assert ("in fail" in capfd.readouterr().err) == (kind in TRACED) or context != "fork"
     with pytest.raises(WorkerError, match="Nothing but close"):
         envs.step([5, 6, 7, 8])
     close_in_time(envs)
@@ -277,7 +254,7 @@ def test_a_fault_in_reset_is_reported_with_its_cause(kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("context", "kind"), [(context, kind) for context, kind in CASES if context == "fork" or kind == "unpicklable"]
+    ("context", "kind"), [*CASES[: len(FAULTS)], ("forkserver", "exception"), ("spawn", "sigkill")]
 )
 def test_a_fault_in_a_constructor_is_reported_with_its_cause(context: str, kind: str) -> None:
     error, text = FAULTS[kind]
@@ -324,9 +301,9 @@ def test_what_environments_raise_is_reported_in_25_lines_the_cause_first_without
 
 
 @pytest.mark.filterwarnings("ignore:.*ERROR")
-@pytest.mark.parametrize(("kind", "text"), [("sigkill", "was killed by SIGKILL"), ("hang", "did not answer")])
+@pytest.mark.parametrize("kind", ["sigkill", "hang"])
 @pytest.mark.parametrize("raises_first", [False, True])
-def test_an_exception_is_reported_even_if_another_worker_is_lost(kind: str, text: str, raises_first: bool) -> None:
+def test_an_exception_is_reported_even_if_another_worker_is_lost(kind: str, raises_first: bool) -> None:
     env_fns = [partial(FaultyEnv, kind, "step"), partial(FaultyEnv, "exception", "step")]
     envs = SubprocVecEnv(env_fns[:: -1 if raises_first else 1], 2)
     envs.reset()
@@ -335,49 +312,49 @@ def test_an_exception_is_reported_even_if_another_worker_is_lost(kind: str, text
     envs.step_async([0, 0])
     while envs._pool.workers[0 if raises_first else 1].done.get_value() == 0:  # until the exception is there
         time.sleep(0.01)
-    with pytest.raises(ValueError, match=r"step in environment [01] .*the door is stuck") as caught:
+    with pytest.raises(ValueError, match=r"step in environment [01] .*the door is stuck"):
         envs.step_wait()
-    assert text in str(caught.value.__cause__)
     close_in_time(envs)
 
 
-def test_an_info_that_cannot_be_pickled_is_an_error_of_its_environment() -> None:
-    envs = SubprocVecEnv([CountEnv, CountEnv, LockEnv, CountEnv], 2)
+class OddEnv(CountEnv):
+    """Returns from `step` what it is told: a lambda that takes what CountEnv returns."""
+
+    def __init__(self, change: Callable[[tuple], Any]) -> None:
+        super().__init__()
+        self.change = change
+
+    def step(self, action: int) -> Any:
+        return self.change(super().step(action))
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (lambda result: None, "cannot unpack"),
+        (lambda result: (*result[:4], {"lock": threading.Lock()}), "cannot pickle.*lock"),
+        (lambda result: ([1, 2], *result[1:]), "expected an array of shape"),
+        (lambda result: (result[0], "much", *result[2:]), "much|invalid type"),
+    ],
+)
+def test_what_no_step_may_return_is_an_error_of_its_environment(change: Any, text: str) -> None:
+    envs = SubprocVecEnv([CountEnv, CountEnv, partial(OddEnv, change), CountEnv], 2, context="fork")
     envs.reset()
-    with pytest.warns(UserWarning, match="Worker-2"), pytest.raises(TypeError, match=r"cannot pickle.*lock"):
+    with (
+        pytest.warns(UserWarning, match="Worker-2"),
+        pytest.raises(WorkerError, match=f"step in environment 2 .*({text})") as caught,
+    ):
         envs.step([0, 0, 0, 0])
+    assert isinstance(caught.value, TypeError | ValueError)
     processes = [worker.process for worker in envs._pool.workers]
     processes[1].join(5)
     assert [process.is_alive() for process in processes] == [True, False]  # as the warning has it
     close_in_time(envs)
 
 
-def test_a_step_that_returns_nothing_is_an_error_of_its_environment() -> None:
-    envs = SubprocVecEnv([CountEnv, CountEnv, NothingEnv, CountEnv], 2)
-    envs.reset()
-    with pytest.warns(UserWarning, match="Worker-2"), pytest.raises(TypeError, match="step in environment 2"):
-        envs.step([0, 0, 0, 0])
-    close_in_time(envs)
-
-
-class NothingEnv(CountEnv):
-    """Forgets to return anything."""
-
-    def step(self, action: int) -> Any:
-        super().step(action)
-
-
-class LockEnv(CountEnv):
-    """Puts a lock into its info."""
-
-    def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
-        return (*super().step(action)[:4], {"lock": threading.Lock()})
-
-
-@pytest.mark.parametrize("context", CONTEXTS[:2])
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_an_idle_worker_that_is_killed_or_stopped_is_noticed(context: str, how: signal.Signals) -> None:
-    envs = four_envs("none", "nowhere", context=context)
+def test_an_idle_worker_that_is_killed_or_stopped_is_noticed(how: signal.Signals) -> None:
+    envs = four_envs("none", "nowhere")
     envs.reset()
     envs._pool.step_timeout = 1.0
     os.kill(envs._pool.workers[0].process.pid, how)
@@ -399,12 +376,11 @@ class ForkingEnv(CountEnv):
         os._exit(3)
 
 
-@pytest.mark.parametrize("context", CONTEXTS[:2])
-def test_a_constructor_that_dies_is_noticed_even_if_its_child_lives(context: str, tmp_path: Path) -> None:
+def test_a_constructor_that_dies_is_noticed_even_if_its_child_lives(tmp_path: Path) -> None:
     start = time.monotonic()
     try:
         with pytest.raises(WorkerError, match=r"Worker 1 .*exited with code 3 during construction"):
-            SubprocVecEnv([CountEnv, partial(ForkingEnv, tmp_path / "pid")], 2, context=context, step_timeout=30.0)
+            SubprocVecEnv([CountEnv, partial(ForkingEnv, tmp_path / "pid")], 2, step_timeout=30.0)
     finally:
         os.kill(int((tmp_path / "pid").read_text()), signal.SIGKILL)
     assert time.monotonic() - start < 15.0
@@ -423,26 +399,11 @@ class BigEnv(CountEnv):
     big = bytes(4_000_000)
 
 
-@pytest.mark.timeout(40)
-@pytest.mark.parametrize("context", CONTEXTS)
-def test_a_default_timeout_of_sockets_does_not_hurry_the_workers(context: str) -> None:
-    """A program may have set one for its downloads; pipes to workers must still wait."""
-    socket.setdefaulttimeout(30.0)
-    try:
-        envs = SubprocVecEnv([BigEnv, BigEnv], 2, context=context)
-        assert all(os.get_blocking(worker.pipe.fileno()) for worker in envs._pool.workers)
-        big = bytes(4_000_000)  # more than the pipe's buffer, so that both sides have to wait
-        envs.set_attr("cargo", [big, big])
-        assert envs.get_attr("cargo") == (big, big)
-        envs.close()
-    finally:
-        socket.setdefaulttimeout(None)
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-@pytest.mark.parametrize("end", ["collect", "close"])
+@pytest.mark.parametrize(
+    ("how", "end"), [(signal.SIGKILL, "collect"), (signal.SIGSTOP, "collect"), (signal.SIGSTOP, "close")]
+)
 def test_a_worker_that_is_killed_or_stopped_in_a_large_reply_is_reported(how: signal.Signals, end: str) -> None:
-    envs = SubprocVecEnv([BigEnv, BigEnv], 2, step_timeout=1.0)
+    envs = SubprocVecEnv([BigEnv, BigEnv], 2, step_timeout=0.5)
     pool = envs._pool
     pool.request("call", [(n, ("big", (), {})) for n in range(2)], pool.workers)
     wait_until(lambda: pool.workers[0].pipe.poll(0))  # now the worker waits in the middle of its reply
@@ -454,10 +415,30 @@ def test_a_worker_that_is_killed_or_stopped_in_a_large_reply_is_reported(how: si
     close_in_time(envs)
 
 
-def test_close_kills_an_environment_that_does_not_close() -> None:
-    envs = SubprocVecEnv([StubbornEnv, CountEnv], 2)
+@pytest.mark.filterwarnings("ignore:.*Calling `close`")
+@pytest.mark.parametrize("during", ["step", "close"])
+@pytest.mark.parametrize("hung", [0, 1])
+def test_an_environment_that_hangs_keeps_no_other_from_closing(tmp_path: Path, hung: int, during: str) -> None:
+    env_fns: list[Any] = [partial(DiaryEnv, tmp_path / "closed")]
+    env_fns.insert(hung, partial(FaultyEnv, "hang", "step") if during == "step" else StubbornEnv)
+    envs = SubprocVecEnv(env_fns, 2)
     envs.reset()
-    close_in_time(envs)
+    envs.step([0, 0])
+    if during == "step":
+        envs.step_async([0, 0])
+    close_in_time(envs, timeout=1.0)
+    assert (tmp_path / "closed").exists()
+
+
+@pytest.mark.filterwarnings("ignore:.*Calling `close`")
+def test_terminate_does_not_wait_for_a_step() -> None:
+    envs = four_envs("hang", "step")
+    envs.reset()
+    envs.step([0, 0, 0, 0])
+    envs.step_async([0, 0, 0, 0])
+    start = time.monotonic()
+    envs.close(terminate=True)
+    assert time.monotonic() - start < CLOSE_SECONDS
 
 
 class StubbornEnv(CountEnv):
@@ -465,31 +446,6 @@ class StubbornEnv(CountEnv):
 
     def close(self) -> None:
         fail("hang")
-
-
-@pytest.mark.filterwarnings("ignore:.*Calling `close`")
-@pytest.mark.parametrize("terminate", [False, True])
-def test_close_during_a_step_that_hangs_is_bounded(terminate: bool) -> None:
-    envs = four_envs("hang", "step")
-    envs.reset()
-    envs.step([0, 0, 0, 0])
-    envs.step_async([0, 0, 0, 0])
-    start = time.monotonic()
-    envs.close(terminate=terminate)
-    assert time.monotonic() - start < (CLOSE_SECONDS if terminate else 5.0)
-
-
-@pytest.mark.filterwarnings("ignore:.*Calling `close`")
-@pytest.mark.parametrize("hung", [0, 1])
-def test_a_step_that_hangs_keeps_no_other_environment_from_closing(tmp_path: Path, hung: int) -> None:
-    env_fns: list[Any] = [partial(DiaryEnv, tmp_path / "closed")]
-    env_fns.insert(hung, partial(FaultyEnv, "hang", "step"))
-    envs = SubprocVecEnv(env_fns, 2)
-    envs.reset()
-    envs.step([0, 0])
-    envs.step_async([0, 0])
-    envs.close()
-    assert (tmp_path / "closed").exists()
 
 
 def test_environments_are_closed_even_if_another_ones_constructor_raised(tmp_path: Path) -> None:
@@ -576,21 +532,18 @@ def worker_pids(process: subprocess.Popen) -> list[int]:
     return pids
 
 
-@pytest.mark.parametrize(
-    ("context", "busy"), [("fork", False), ("fork", True), ("forkserver", True), ("spawn", False), ("spawn", True)]
-)
+@pytest.mark.parametrize(("context", "busy"), [("fork", False), ("fork", True), ("forkserver", True), ("spawn", True)])
 def test_no_worker_outlives_a_parent_that_is_killed(tmp_path: Path, context: str, busy: bool) -> None:
     body = "envs.step_async([0] * 6)\ntime.sleep(60)" if busy else "time.sleep(60)"
     process = start_script(tmp_path, body, "SleepEnv" if busy else "CountEnv", f"context='{context}'")
     pids = worker_pids(process)
-    time.sleep(0.2)
     assert all(map(is_alive, pids))
     process.kill()
     assert not wait_until_dead(pids, 2.0)
     process.communicate(timeout=10)  # and none of its children holds its output open
 
 
-@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("context", CONTEXTS[:2])
 def test_a_process_that_the_parent_forked_keeps_no_worker_alive(tmp_path: Path, context: str) -> None:
     body = (
         "child = os.fork()\n"
@@ -628,15 +581,16 @@ def test_workers_made_in_a_thread_outlive_the_thread_but_not_the_parent(tmp_path
     process.communicate(timeout=10)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_a_signal_to_the_whole_group_is_the_parents_to_handle(tmp_path: Path, number: signal.Signals) -> None:
+def test_signals_to_the_whole_group_are_the_parents_to_handle(tmp_path: Path) -> None:
     body = (
-        "stop = []\n"
+        "seen = []\n"
         "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):\n"
-        "    signal.signal(number, lambda number, frame: stop.append(number))\n"
+        "    signal.signal(number, lambda number, frame: seen.append(number))\n"
         "print('ready', flush=True)\n"
-        "while not stop:\n"
-        "    envs.step([0] * 6)\n"
+        "for n in range(3):\n"
+        "    while len(seen) == n:\n"
+        "        envs.step([0] * 6)\n"
+        "    print('seen', flush=True)\n"
         "for _ in range(100):\n"
         "    envs.step([0] * 6)\n"
         "print('limits', *envs.get_attr('limit'), flush=True)\n"
@@ -645,32 +599,13 @@ def test_a_signal_to_the_whole_group_is_the_parents_to_handle(tmp_path: Path, nu
     process = start_script(tmp_path, body)
     pids = worker_pids(process)
     assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    time.sleep(0.1)
-    os.killpg(process.pid, number)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        assert process.stdout.readline() in ("ready\n", "seen\n")
+        os.killpg(process.pid, number)
     output, errors = process.communicate(timeout=10)
-    assert output == "limits 3 3 3 3 3 3\n", errors
+    assert output == "seen\nlimits 3 3 3 3 3 3\n", errors
     assert (process.returncode, errors) == (0, "")
     assert not wait_until_dead(pids, 2.0)
-
-
-def test_ctrl_c_in_the_middle_of_a_fork_is_not_lost() -> None:
-    """Python prints and drops what is raised in its hooks around fork(), so the signal has to wait."""
-    code = (
-        "import os, signal\n"
-        "from envs.subproc_vec_env import SubprocVecEnv\n"
-        "from tests.test_subproc_vec_env import CountEnv\n"
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # else ignored where tests run in the background
-        "os.register_at_fork(before=lambda: os.kill(os.getpid(), signal.SIGINT))\n"
-        "try:\n"
-        "    SubprocVecEnv([CountEnv] * 2, 2, context='fork')\n"
-        "except KeyboardInterrupt:\n"
-        "    print('interrupted')\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
-    )
-    assert (done.stdout, done.stderr, done.returncode) == ("interrupted\n", "", 0)
 
 
 @pytest.mark.parametrize("env", ["CountEnv", "SleepEnv"])
@@ -704,12 +639,11 @@ class Interrupting:
 
 
 @pytest.mark.parametrize("too_early", [False, True])
-@pytest.mark.parametrize("worker", [0, 1])
 @pytest.mark.parametrize("semaphore", ["go", "done"])
-def test_ctrl_c_in_the_middle_of_a_step_leaves_only_close(semaphore: str, worker: int, too_early: bool) -> None:
+def test_ctrl_c_in_the_middle_of_a_step_leaves_only_close(semaphore: str, too_early: bool) -> None:
     envs = four_envs("none", "nowhere", step_timeout=3.0)
     envs.reset()
-    interrupted = envs._pool.workers[worker]
+    interrupted = envs._pool.workers[1]
     real = getattr(interrupted, semaphore)
     setattr(interrupted, semaphore, Interrupting(real, too_early))
     with pytest.raises(KeyboardInterrupt):
@@ -717,18 +651,45 @@ def test_ctrl_c_in_the_middle_of_a_step_leaves_only_close(semaphore: str, worker
     setattr(interrupted, semaphore, real)
     with pytest.raises(NoAsyncCallError):
         envs.step_wait()
-    with pytest.raises(WorkerError, match=r"Nothing but close\(\) .*`step` was interrupted by KeyboardInterrupt"):
+    with pytest.raises(WorkerError, match=r"Nothing but close\(\) .*`step` was interrupted"):
         envs.step([1, 2, 3, 4])
     close_in_time(envs, timeout=0.3)  # the worker may never answer
 
 
-@pytest.mark.parametrize("context", CONTEXTS[:2])
-def test_a_script_that_forgets_to_close_ends_at_once_and_leaves_nothing(tmp_path: Path, context: str) -> None:
-    process = start_script(tmp_path, "envs.step([0] * 6)\nmain.envs = envs", arguments=f"context='{context}'")
+def test_a_script_that_forgets_to_close_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:
+    process = start_script(tmp_path, "envs.step([0] * 6)\nmain.envs = envs", arguments="context='forkserver'")
     pids = worker_pids(process)
     _, errors = process.communicate(timeout=20)  # generous: the machine may be busy
     assert (process.returncode, errors) == (0, "")
     assert not wait_until_dead(pids, 2.0)
+
+
+@pytest.mark.filterwarnings("ignore:.*ERROR")
+def test_a_lost_worker_is_not_blamed_on_what_another_one_answered_before(tmp_path: Path) -> None:
+    """That worker still steps when the other one is found dead; its last reply is to a call that failed."""
+    (gate := tmp_path / "gate").touch()
+    envs = SubprocVecEnv([partial(FaultyEnv, "os._exit", "step"), partial(GateEnv, gate)], 2, step_timeout=20.0)
+    envs.reset(seed=0)
+    with pytest.raises(WorkerError, match="lacks get_state"):
+        envs.get_state()
+    envs.step(np.array([0, 0]))
+    gate.unlink()
+    with pytest.raises(WorkerError, match=r"Worker 0 \(process \d+\) exited with code 3 during step"):
+        envs.step(np.array([0, 0]))
+    envs.close(terminate=True)
+
+
+def test_a_default_timeout_of_sockets_does_not_hurry_the_workers() -> None:
+    """A program may have set one for its downloads; pipes to workers must still wait."""
+    socket.setdefaulttimeout(30.0)
+    try:
+        envs = SubprocVecEnv([BigEnv, BigEnv], 2)
+        assert all(os.get_blocking(worker.pipe.fileno()) for worker in envs._pool.workers)
+        envs.set_attr("cargo", [BigEnv.big] * 2)  # more than the pipe's buffer, so that both sides have to wait
+        assert envs.get_attr("cargo") == (BigEnv.big,) * 2
+        envs.close()
+    finally:
+        socket.setdefaulttimeout(None)
 
 
 def test_a_vector_environment_that_is_garbage_collected_takes_its_workers_and_memory_along() -> None:
@@ -760,17 +721,6 @@ def test_an_argument_that_cannot_be_pickled_changes_nothing() -> None:
             envs.set_attr("limit", lambda: 50)
         assert envs.step([1, 2, 3, 4])[1].tolist() == [1, 2, 3, 4]
     close_in_time(envs)
-
-
-class Spaceless(gym.Env):
-    action_space = Discrete(2)
-
-
-def test_an_environment_without_spaces_is_named() -> None:
-    with pytest.raises(
-        WorkerError, match=r"AttributeError during construction in environment 1 (.|\n)*observation_space"
-    ):
-        SubprocVecEnv([CountEnv, Spaceless], 1)
 
 
 def test_a_replacement_that_cannot_be_made_ends_it(tmp_path: Path) -> None:
@@ -805,27 +755,6 @@ class GateEnv(CountEnv):
         while not self.gate.exists():
             time.sleep(0.01)
         return super().step(action)
-
-
-def test_time_in_which_everything_was_stopped_does_not_count_as_a_hang(tmp_path: Path) -> None:
-    """Ctrl-Z stops parent and workers alike; after `fg` the run goes on, however long that took."""
-    body = (
-        "envs.step_async([1] * 6)\n"
-        "print('stepping', flush=True)\n"
-        "print(envs.step_wait()[1].tolist(), flush=True)\n"
-        "envs.close()\n"
-    )
-    process = start_script(tmp_path, body, f"partial(GateEnv, Path('{tmp_path / 'gate'}'))", "step_timeout=2.0")
-    worker_pids(process)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "stepping\n"
-    time.sleep(0.1)
-    os.killpg(process.pid, signal.SIGSTOP)
-    time.sleep(3.0)
-    (tmp_path / "gate").touch()
-    os.killpg(process.pid, signal.SIGCONT)
-    output, errors = process.communicate(timeout=20)
-    assert (output, errors, process.returncode) == (f"{[1.0] * 6}\n", "", 0)
 
 
 def test_a_forked_child_can_neither_command_the_workers_nor_end_them() -> None:
@@ -868,7 +797,7 @@ def test_making_and_closing_many_leaks_nothing() -> None:
 
 @pytest.mark.filterwarnings("ignore:.*WARN")
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-@pytest.mark.parametrize(("context", "kind"), [("fork", "sigkill"), ("fork", "hang"), ("forkserver", "sigkill")])
+@pytest.mark.parametrize(("context", "kind"), [("fork", "sigkill"), ("fork", "hang")])
 def test_a_lost_worker_is_replaced_and_only_its_episodes_end(
     context: str, kind: str, mode: Any, tmp_path: Path
 ) -> None:

@@ -1,0 +1,153 @@
+"""From an environment to many: which stepping `vectorize` chooses, and what `EpisodeStatistics` tells and refuses."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
+
+from envs.episodes import EpisodeStatistics
+from envs.mujoco_batch import MujocoBatchVecEnv
+from envs.subproc_vec_env import SubprocVecEnv
+from envs.vectorize import vectorize
+from tests.known_values import PoisonEnv, SmallEnv
+
+STEPPING: dict[str, tuple[Callable[[], gym.Env], type]] = {
+    "plain": (partial(gym.make, "Hopper-v5", ctrl_cost_weight=0.1), MujocoBatchVecEnv),
+    "wrapped": (lambda: gym.wrappers.ClipAction(gym.make("Hopper-v5")), SubprocVecEnv),
+    "rendered": (partial(gym.make, "Hopper-v5", render_mode="rgb_array"), SubprocVecEnv),
+    "another task": (partial(gym.make, "KnownValues-v0"), SubprocVecEnv),
+}
+
+
+@pytest.mark.parametrize("name", STEPPING)
+def test_plain_mujoco_tasks_are_stepped_by_threads_and_all_else_by_processes(name: str) -> None:
+    env_fn, kind = STEPPING[name]
+    vec_env = vectorize(env_fn, 2, 1)
+    assert type(vec_env.env) is kind
+    assert vec_env.num_envs == 2
+    assert vec_env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
+    assert vec_env.unwrapped.spec == env_fn().spec
+    vec_env.close()
+
+
+def test_arguments_reach_the_processes_and_errors_of_the_environment_the_caller() -> None:
+    vec_env: Any = vectorize(partial(gym.make, "KnownValues-v0"), 3, 2, 7.0, "restart").env
+    assert (vec_env.num_workers, vec_env._pool.step_timeout, vec_env.on_worker_failure) == (2, 7.0, "restart")
+    vec_env.close()
+    with pytest.raises(gym.error.NameNotFound, match="Hoper"):
+        vectorize(partial(gym.make, "Hoper-v5"), 2)
+
+
+def test_returns_and_lengths_are_those_of_each_episode_also_in_the_step_that_ends_it() -> None:
+    """KnownValues-v0 earns 1 a step, so each return is the length, which a twin counts."""
+    vec_env = vectorize(partial(gym.make, "KnownValues-v0", max_episode_steps=5), 3, 1)
+    vec_env.reset(seed=1)
+    lengths, num_ended = np.zeros(3), 0
+    for step in range(20):
+        if step == 10:
+            vec_env.reset()
+            lengths[:] = 0
+        _, rewards, terminations, truncations, infos = vec_env.step(np.zeros((3, 1), np.float32))
+        lengths += 1
+        assert infos["raw_reward"].tolist() == rewards.tolist() == [1.0] * 3
+        assert infos["episode_return"].tolist() == infos["episode_length"].tolist() == lengths.tolist()
+        lengths[terminations | truncations] = 0
+        num_ended += int((terminations | truncations).sum())
+    assert num_ended > 5
+    vec_env.close()
+
+
+def test_a_reset_by_mask_begins_episodes_only_where_it_resets() -> None:
+    env_fns = [partial(gym.make, "Poison-v0")] * 3
+    vec_env = EpisodeStatistics(SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.DISABLED))
+    vec_env.reset(seed=1)
+    for _ in range(4):
+        vec_env.step(np.ones((3, 1)))
+    vec_env.reset(options={"reset_mask": np.array([False, True, False])})
+    assert vec_env.lengths.tolist() == [4, 0, 4]
+    assert vec_env.returns.tolist() == [4.0, 0.0, 4.0]
+
+
+class BadEnd(SmallEnv):
+    """The observation that its first episode ends with is not finite; it ends as told."""
+
+    def __init__(self, truncated: bool) -> None:
+        super().__init__(obs_dim=2)
+        self.truncated = truncated
+
+    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
+        super().reset(**kwargs)
+        self.state[:] = 0
+        return self.observe(), {}
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.state[0] += 1
+        over = bool(self.state[0] == 4)
+        obs = np.array([1.0, np.nan if over else 0.0], np.float32)
+        return obs, 0.0, over and not self.truncated, over and self.truncated, {}
+
+
+FAULTS: dict[str, tuple[Callable[[], gym.Env], str]] = {
+    f"{what} {value}": (partial(PoisonEnv, what, value, at=4), f"The {name} of environment 1 is not finite in step 4 ")
+    for what, name in (("reward", "reward"), ("obs", "observation"))
+    for value in (np.nan, np.inf, -np.inf)
+} | {"truncated": (partial(BadEnd, True), "The final observation of environment 0 is not finite in step 4 ")}
+
+
+def run(env_fn: Callable[[], gym.Env], num_steps: int = 6) -> None:
+    vec_env = EpisodeStatistics(SyncVectorEnv([env_fn] * 3, autoreset_mode=AutoresetMode.SAME_STEP))
+    vec_env.reset(seed=2)  # environment 1 gets seed 3, the poisoned one
+    for _ in range(num_steps):
+        vec_env.step(np.zeros((3, 1), np.float32))
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_number_that_is_not_finite_is_named_with_its_environment_and_step(name: str) -> None:
+    env_fn, text = FAULTS[name]
+    with pytest.raises(FloatingPointError, match=text):
+        run(env_fn)
+
+
+def test_what_nobody_learns_from_may_be_anything_and_a_sum_may_overflow() -> None:
+    run(partial(BadEnd, False))  # the value of a terminal state is not asked for
+    EpisodeStatistics(SyncVectorEnv([PoisonEnv] * 2))._check("observation", np.full((2, 2), 3e38, np.float32))
+
+
+def test_restored_statistics_go_on_bit_for_bit() -> None:
+    first, second = (vectorize(partial(gym.make, "KnownValues-v0", max_episode_steps=5), 3, 1) for _ in range(2))
+    first.reset(seed=1)
+    second.reset(seed=9)
+    actions = np.zeros((3, 1), np.float32)
+    for _ in range(4):
+        first.step(actions)
+    state = first.get_state()
+    expected = [first.step(actions) for _ in range(12)]
+    assert second.set_state(state) is True
+    for step in expected:
+        ours = second.step(actions)
+        for one, other in zip(ours[:4], step[:4], strict=True):
+            np.testing.assert_array_equal(one, other)
+        for key in ("raw_reward", "episode_return", "episode_length"):
+            np.testing.assert_array_equal(ours[4][key], step[4][key])
+    first.close()
+    second.close()
+
+
+def test_what_cannot_be_saved_is_said_once_and_not_restored() -> None:
+    vec_env, smaller = (vectorize(partial(gym.make, "Plain-v0"), n, 1) for n in (2, 1))
+    vec_env.reset(seed=1)
+    with pytest.warns(UserWarning, match="begin new episodes: .*PlainEnv lacks get_state") as warnings:
+        state = vec_env.get_state()
+    assert len(warnings) == 1
+    assert state["env"] is None
+    assert vec_env.set_state(state) is False
+    assert smaller.set_state({**state, "env": {}}) is False  # of another number of environments
+    vec_env.step(np.zeros((2, 1), np.float32))  # it lives on
+    vec_env.close()
+    smaller.close()
