@@ -146,12 +146,7 @@ class NormalizeReward(VectorWrapper):
 
     def set_state(self, state: dict[str, Any]) -> Any:
         self.statistics.set_state(state["statistics"])
-<<<<<<< HEAD
         restored = self.env.set_state(state["env"])  # type: ignore[attr-defined]
         if restored:  # not where there are more or fewer environments now
-            self.returns, self.next_step_resets = state["returns"].copy(), state["next_step_resets"].copy()
+            self.returns = state["returns"].copy()
         return restored
-=======
-        self.returns = state["returns"].copy()
-        return self.env.set_state(state["env"])  # type: ignore[attr-defined]
->>>>>>> 1d84b6351249af5a13f6c85abfb83189dfe2a82a
