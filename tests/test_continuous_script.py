@@ -508,9 +508,9 @@ def test_a_wrapper_in_make_env_takes_effect_in_training_evaluation_and_play(
     """One line of a copy. Rewards that are tripled are tripled in what is logged and in what is evaluated."""
     monkeypatch.chdir(tmp_path)  # MuJoCo may write its log
     wrapper, settings = WRAPPERS[kind]
-    line = re.search(r"^    return (gym\.make\(.*\))$", Path(str(continuous.__file__)).read_text(), re.MULTILINE)
+    line = re.search(r"^    env = (gym\.make\(.*\))$", Path(str(continuous.__file__)).read_text(), re.MULTILINE)
     assert line is not None
-    copy = edited(continuous, tmp_path, line[0], f"    return gym.wrappers.{wrapper.format(line[1])}")
+    copy = edited(continuous, tmp_path, line[0], f"    env = gym.wrappers.{wrapper.format(line[1])}")
     logdir = copy.train(tiny_args(copy, tmp_path / "run", **settings))["logdir"]
     progress, factor = columns(logdir), 3 if kind in ("reward", "robot") else 1
     returns = copy.play(copy.PlayArgs(logdir=logdir, episodes=2, seed=10_000))
