@@ -421,7 +421,7 @@ def test_the_kl_limit_ends_an_update_after_the_epoch_that_exceeds_it(run_tiny: R
     stopped = run_tiny(target_kl=0.02, **settings)
     progress = columns(stopped["logdir"])
     assert 3 <= stopped["epochs"] == progress["counters/epochs"][-1] < 3 * 8
-    assert stopped["minibatch_updates"] == 2 * stopped["epochs"]
+    assert progress["counters/minibatch_updates"][-1] == 2 * stopped["epochs"]
     free, generous = run_tiny(**settings), run_tiny(target_kl=1e9, **settings)
     assert free["epochs"] == generous["epochs"] == 3 * 8
     assert_same(weights(free["logdir"]), weights(generous["logdir"]))
@@ -508,9 +508,9 @@ def test_a_wrapper_in_make_env_takes_effect_in_training_evaluation_and_play(
     """One line of a copy. Rewards that are tripled are tripled in what is logged and in what is evaluated."""
     monkeypatch.chdir(tmp_path)  # MuJoCo may write its log
     wrapper, settings = WRAPPERS[kind]
-    line = re.search(r"^    return (gym\.make\(.*\))$", Path(str(continuous.__file__)).read_text(), re.MULTILINE)
+    line = re.search(r"^    env = (gym\.make\(.*\))$", Path(str(continuous.__file__)).read_text(), re.MULTILINE)
     assert line is not None
-    copy = edited(continuous, tmp_path, line[0], f"    return gym.wrappers.{wrapper.format(line[1])}")
+    copy = edited(continuous, tmp_path, line[0], f"    env = gym.wrappers.{wrapper.format(line[1])}")
     logdir = copy.train(tiny_args(copy, tmp_path / "run", **settings))["logdir"]
     progress, factor = columns(logdir), 3 if kind in ("reward", "robot") else 1
     returns = copy.play(copy.PlayArgs(logdir=logdir, episodes=2, seed=10_000))
@@ -674,7 +674,7 @@ def test_a_run_goes_on_without_a_standard_output(continuous: ModuleType, tmp_pat
 
 
 def test_a_signal_in_the_last_update_does_not_make_a_finished_run_an_unfinished_one(
-    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch
+    continuous: ModuleType, run_main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compute_gae = continuous.compute_gae
 
@@ -683,9 +683,14 @@ def test_a_signal_in_the_last_update_does_not_make_a_finished_run_an_unfinished_
         return compute_gae(*args)
 
     monkeypatch.setattr(continuous, "compute_gae", signalled)
-    result = run_tiny(total_timesteps=64)
-    assert (result["signal"], result["rollouts"]) == (signal.SIGTERM, 1)
-    assert (Path(result["logdir"]) / "best.json").exists()
+    flags = "--env-id TwoQueue-v0 --num-envs 4 --num-steps 16 --num-minibatches 2 --total-timesteps 64 --no-compile"
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        code, out, _ = run_main(*flags.split(), "--reset-steps", "10", "--logdir", str(tmp_path / "run"))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert (code, "64 steps in" in out) == (128 + signal.SIGTERM, True)
+    assert (tmp_path / "run" / "best.json").exists()
 
 
 @pytest.mark.parametrize("what", ["reward", "obs"])

@@ -293,8 +293,7 @@ def test_a_signal_ends_the_run_cleanly_and_it_can_go_on(
     flags = [*FLAGS.split(), "--lr-decay", "none", "--eval-every", str(eval_every), "--total-timesteps"]
 
     def run() -> int:
-        if signum == signal.SIGHUP:
-            signal.signal(signum, signal.SIG_DFL)  # under nohup it would be ignored
+        signal.signal(signum, signal.SIG_DFL)  # under nohup, or in the background of a shell, it may be ignored
         return continuous.main([*flags, str(64 * 4000), "--logdir", str(logdir)])
 
     pid = fork(run, output)
@@ -316,8 +315,8 @@ def test_a_signal_ends_the_run_cleanly_and_it_can_go_on(
 def test_ctrl_c_in_a_terminal_reaches_the_workers_too_and_all_is_saved(continuous: ModuleType, tmp_path: Path) -> None:
     command = [sys.executable, str(continuous.__file__), *FLAGS.split(), "--num-workers", "2", "--logdir"]
     process = subprocess.Popen(
-        [*command, str(tmp_path / "run")], env=os.environ | {"PYTHONPATH": str(ROOT)}, start_new_session=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        ["env", "--default-signal=INT", *command, str(tmp_path / "run")], stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True, start_new_session=True,
     )  # fmt: skip
     deadline = time.monotonic() + 60
     while rows(tmp_path / "run") < 3 and process.poll() is None and time.monotonic() < deadline:
@@ -339,6 +338,7 @@ def test_a_second_interrupt_stops_at_once(continuous: ModuleType, tmp_path: Path
 
     def work() -> int:
         continuous.compute_gae = stuck
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as in the foreground
         return continuous.main([*FLAGS.split(), "--logdir", str(tmp_path / "run"), "--total-timesteps", "640"])
 
     pid = fork(work, output)
