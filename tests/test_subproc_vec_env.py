@@ -360,20 +360,6 @@ def test_numbers_are_taken_for_arrays_of_one_number() -> None:
     envs.close()
 
 
-def test_an_observation_of_a_wrong_shape_is_an_error_rather_than_broadcast() -> None:
-    envs = make(2, WrongShapeEnv)
-    with pytest.warns(UserWarning, match="Worker-"), pytest.raises(ValueError, match=r"shape \(2,\), got .*\(1,\)"):
-        envs.reset()
-    envs.close()
-
-
-class WrongShapeEnv(NoiseEnv):
-    """Promises two numbers and returns one."""
-
-    def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict]:
-        return super().reset(**kwargs)[0][:1], {}
-
-
 # ---- calls ------------------------------------------------------------------------------------------------------
 
 
