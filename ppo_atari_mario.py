@@ -416,6 +416,7 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
         lengths += running
         for n in np.flatnonzero(running & (terminated | truncated)):
             last_infos[n] = {name: x[n] for name, x in infos.get("final_info", {}).items()}
+            last_infos[n]["flag_get"] = bool(terminated[n] and last_infos[n].get("flag_get"))
         running &= ~(terminated | truncated)
     return returns, lengths, last_infos
 
@@ -514,7 +515,8 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
                 raise
             if args.sign_reward:  # detail 19
                 rewards = np.sign(rewards)
-            ends = terminated | (infos.get("life_lost", False) & args.episodic_life)  # detail 16
+            life_lost = infos.get("life_lost", False) | infos.get("final_info", {}).get("life_lost", False)
+            ends = terminated | (life_lost & args.episodic_life)  # detail 16
             rows.append(
                 (
                     obs,

@@ -688,7 +688,7 @@ def load_policy(checkpoint: dict[str, Any], agent: Agent, statistics: RunningMea
     shapes, others = ({name: x.shape for name, x in y.items()} for y in (agent.state_dict(), checkpoint["agent"]))
     require(shapes == others, f"The checkpoint holds another network: {others}, here {shapes}.")
     agent.load_state_dict(checkpoint["agent"])
-    statistics.set_state(checkpoint["statistics"])
+    statistics.set_state(tree_map(np.asarray, checkpoint["statistics"]))
 
 
 # ---- Playing and the command line ------------------------------------------------------------------------------------

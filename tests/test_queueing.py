@@ -25,9 +25,9 @@ def mean_backlog(env: gym.Env, policy: Any, steps: int = 20_000) -> float:
 
 
 @pytest.mark.filterwarnings("ignore:.*maximum value is infinity:UserWarning")
-@pytest.mark.parametrize("continuous", [True, False])
-def test_gymnasium_finds_no_fault(continuous: bool) -> None:
-    check_env(TwoQueueEnv(continuous=continuous), skip_render_check=True)
+@pytest.mark.parametrize("is_box", [True, False])
+def test_gymnasium_finds_no_fault(is_box: bool) -> None:
+    check_env(TwoQueueEnv(continuous=is_box), skip_render_check=True)
 
 
 def test_certain_arrivals_and_services_make_it_countable_by_hand() -> None:
