@@ -24,7 +24,8 @@ Run = Callable[..., dict[str, Any]]
 def state_of(script: ModuleType, number: int = 1) -> dict[str, Any]:
     """A state with everything that a checkpoint may hold: tensors, arrays, numbers, strings, None, nesting."""
     return {
-        "format": script.FORMAT, "args": {}, "number": number, "none": None, "score": -math.inf, "text": "π",
+        "format": script.FORMAT, "args": {}, "agent": {}, "number": number,
+        "none": None, "score": -math.inf, "text": "π",
         "tensor": torch.arange(300.0), "processes": [{"obs": torch.arange(4), "returns": (1, 2.5), "x": {"y": 0.1}}],
     }  # fmt: skip
 

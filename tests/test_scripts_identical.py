@@ -31,12 +31,10 @@ DIFFERENT = {
     "evaluate": "success, and games of several lengths, are measured differently",
     "train": "what is stored, logged and annealed",
     "best_of_all_runs": "a workflow is a problem of its own",
-    "load": "robots' observations are normalised",
     "load_policy": "robots' observations are normalised",
     "PlayArgs": "each domain shows something else",
     "play": "each domain shows something else",
     "preset": "the example in its docstring",
-    "parse_args": "one script has a group of arguments more",
     "main": "one script can search too",
 }
 
