@@ -243,7 +243,7 @@ class NamelessSpace(gym.Space):
         (Dict(a=Discrete(2), b=Graph(Box(-1, 1), None)), TypeError),
         (NamelessSpace(), ValueError),
     ],
-    ids=str,
+    ids=lambda x: type(x).__name__,
 )
 def test_other_spaces_are_refused_in_a_sentence(space: gym.Space, error: type[Exception]) -> None:
     with pytest.raises(error, match=r"has a dynamic shape .*wrap the environment so that all is numeric"):
