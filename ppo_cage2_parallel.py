@@ -131,6 +131,8 @@ class PPOArgs:
     hidden_sizes: tuple[int, ...] = (64, 64)  # tanh units in the layers of actor and critic
 
 
+RED_MIXTURE = {"b_line": 0.5, "meander": 0.45, "sleep": 0.05}  # of --red-agent mixed, for each episode
+HORIZONS = (30, 50, 100)  # the episode lengths of the published scores
 RANGES = {  # lowest and highest values; None passes
     ("num_envs", "num_workers", "max_steps", "eval_episodes"): (1, 1e6),
     ("num_steps", "num_minibatches", "update_epochs"): (1, 1e6),
@@ -155,6 +157,7 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
                 require(value is None or low <= value <= high, sentence)
         self.batch_size = self.num_envs * self.num_steps
         self.num_updates = self.total_timesteps // self.batch_size
+        self.red_agents: list[Any] = [name for name in RED_MIXTURE if self.red_agent in (name, "mixed")]
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
         shares = self.num_minibatches * WORLD_SIZE
@@ -378,10 +381,6 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
 
 
 # ---- Environments and evaluation -------------------------------------------------------------------------------------
-RED_MIXTURE = {"b_line": 0.5, "meander": 0.45, "sleep": 0.05}  # of --red-agent mixed, for each episode
-HORIZONS = (30, 50, 100)  # the episode lengths of the published scores
-
-
 def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
     """One game. A wrapper that is put around it here acts in training, evaluation and play."""
     red_agent = RED_MIXTURE if args.red_agent == "mixed" else args.red_agent
@@ -422,11 +421,6 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
     return np.stack(rows), lengths, fixes
 
 
-def red_agents(args: Args) -> list[Any]:
-    """The attackers that may come."""
-    return [red_agent for red_agent in RED_MIXTURE if args.red_agent in (red_agent, "mixed")]
-
-
 def summarize(args: Args, episodes: dict[str, Any]) -> dict[str, float]:
     """The numbers of an evaluation: means over the episodes, which are what `evaluate` returned for each red agent; of
     the returns against each within the first 30, 50 and 100 steps, and of all steps; and score, the sum of these cells.
@@ -461,7 +455,7 @@ def score(agent: Agent, args: Args, num_episodes: int, seed: int = 10_000) -> di
     """`summarize` of episodes with deterministic actions against each red agent, each from its own fixed seed, so that
     two evaluations differ by their policies alone."""
     episodes = {}
-    for i, red_agent in enumerate(red_agents(args)):
+    for i, red_agent in enumerate(args.red_agents):
         vec_env = make_envs(replace(args, red_agent=red_agent), num_episodes)
         episodes[red_agent] = evaluate(agent, vec_env, seed + i * num_episodes)
         vec_env.close()
@@ -631,7 +625,7 @@ def train(args: Args) -> dict[str, Any]:
             recent, counts = (np.concatenate(x) for x in zip(*gather((vec_env.recent, vec_env.episodes)), strict=True))
             complies = is_compliant(recent, counts, threshold, args.min_episodes)
         nothing = np.full((args.max_steps, 1), math.nan), math.nan, np.zeros((0, len(VERDICTS)))
-        evaluation = summarize(args, dict.fromkeys(red_agents(args), nothing))
+        evaluation = summarize(args, dict.fromkeys(args.red_agents, nothing))
         if RANK == 0 and (is_last or complies or crossed(run.global_step, args.batch_size, args.eval_every)):
             evaluation = score(agent, args, args.eval_episodes)
             run.score, mean_return = evaluation["score"], evaluation["mean_return"]
@@ -922,8 +916,8 @@ def play(options: PlayArgs) -> dict[str, list[float]]:
             pictures.append(PIL.Image.fromarray(vec_env.render()[0]))
             pictures[-1].thumbnail((320, 320))
 
-    returns: dict[str, list[float]] = {red_agent: [] for red_agent in red_agents(args)}
-    for red_agent, i in product(red_agents(args), range(options.episodes)):
+    returns: dict[str, list[float]] = {red_agent: [] for red_agent in args.red_agents}
+    for red_agent, i in product(args.red_agents, range(options.episodes)):
         vec_env = make_envs(replace(args, red_agent=red_agent), 1, render_mode)
         rewards, (length,), fixes = evaluate(agent, vec_env, options.seed + i, not options.stochastic, watch)
         vec_env.close()
