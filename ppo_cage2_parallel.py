@@ -22,10 +22,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -54,7 +53,6 @@ from envs.subproc_vec_env import WorkerError
 from envs.vectorize import vectorize
 
 SCRIPT, FORMAT = Path(__file__).stem, "ppo_cage2_parallel/3"  # FORMAT: what a checkpoint holds; copies keep it
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)  # they end a run after its update
 WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # processes; torchrun sets these
 RANK, LOCAL_RANK = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
 
@@ -477,32 +475,11 @@ def gather(x: Any) -> list[Any]:
     return objects
 
 
-signals: list[int] = []  # those a run has received: the first one ends it after its update, a second one at once
-
-
-@contextlib.contextmanager
-def receiving_signals() -> Iterator[None]:
-    def receive(number: int, frame: Any) -> None:
-        if signals:
-            raise KeyboardInterrupt
-        signals.append(number)
-
-    signals.clear()
-    is_main = threading.current_thread() is threading.main_thread()  # other threads cannot set handlers
-    before = {n: signal.signal(n, receive) for n in SIGNALS if is_main and signal.getsignal(n) != signal.SIG_IGN}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@receiving_signals()
-def train(args: Args) -> dict[str, Any]:
+def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
 
     Raises UsageError for arguments that cannot work, FloatingPointError for a number that is not finite, WorkerError
-    where an environment fails. A signal ends the run after its update; the result then holds its number as "signal".
+    where an environment fails. If `signals`, which `main` fills, hold a signal, the run ends after its update.
     """
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
@@ -671,13 +648,11 @@ def train(args: Args) -> dict[str, Any]:
                 print("global_step", *record, sep=",", file=log)
             print(run.global_step, *record.values(), sep=",", file=log, flush=True)
             run.csv_size = log.tell()
-            start, end = (
-                ("\r\033[K", "") if sys.stdout and sys.stdout.isatty() else ("", "\n")
-            )  # a terminal has one line, overwritten
+            terminal = sys.stdout is not None and sys.stdout.isatty()  # where one line is overwritten again and again
             minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
             line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
             line += f"evaluation {run.score:.2f}, KL {metrics['approx_kl']:.4f}, {minutes:.1f} min left"
-            print(f"{start}{line}", end=end, flush=True)
+            print(f"\r\033[K{line}" if terminal else line, end="" if terminal else "\n", flush=True)
             if run.compliant:
                 shown = ("compliance", "strict_compliance", "mean_return")
                 judged = ", ".join(f"{name} {evaluation[name]:.3f}" for name in shown)
@@ -704,7 +679,7 @@ def train(args: Args) -> dict[str, Any]:
         print(best_of_all_runs(game, logdir.parent))
         if stopping:
             print(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
-    return {"logdir": str(logdir), "signal": signals[0] if signals else None, **vars(run)}
+    return {"logdir": str(logdir), **vars(run)}
 
 
 # ---- Run folder and checkpoints --------------------------------------------------------------------------------------
@@ -821,7 +796,7 @@ ROW = (
 )  # of the table of orders
 
 
-def search(options: SearchArgs, args: Args) -> dict[str, Any]:
+def search(options: SearchArgs, args: Args, signals: Sequence[int] = ()) -> list[dict[str, Any]]:
     """Search for the workflow of the largest return: GP-UCB over all 120 orders, a policy trained for each order tried.
 
     The flags of training, which stand in its own --help, are those of each order's; they begin with the preset search.
@@ -852,19 +827,17 @@ def search(options: SearchArgs, args: Args) -> dict[str, Any]:
     if start is None and not options.fresh_policy_per_order:
         names = ("num_envs", "num_minibatches", "learning_rate", "eval_every", "save_every")
         defaults = {name: getattr(Args, name) for name in names} | {"compliance_threshold": None, "workflow": "any"}
-        result = train(run_args("shared", total_timesteps=options.shared_timesteps, **defaults))
+        train(run_args("shared", total_timesteps=options.shared_timesteps, **defaults), signals)
         start = str(folder / "shared" / "latest.pt")
-        if result["signal"]:
-            return result
-    while len(history) < options.n_workflows:
+    while len(history) < options.n_workflows and not signals:
         tried = [parse_workflow(x["workflow"]) for x in history]
         seen = [x["mean_return"] for x in history], [x["standard_error"] for x in history]
         order = next_order(tried, *seen, scale, beta, options.n_start, args.seed)
         name = f"{len(history) + 1:03d}_{'-'.join(ORDERS[order])}"
         order_args = run_args(name, workflow=",".join(ORDERS[order]), init_from=start)
-        result = train(order_args)
-        if result["signal"]:
-            return result
+        result = train(order_args, signals)
+        if signals:
+            return history
         agent = load_agent(load(folder / name / "latest.pt"), order_args)
         judged = score(agent, order_args, options.judge_episodes, seed=1_000_000)
         record = {"workflow": order_args.workflow, "confirmed": result["compliant"], "steps": result["global_step"]}
@@ -874,7 +847,7 @@ def search(options: SearchArgs, args: Args) -> dict[str, Any]:
         print(ROW.format(**history[-1]))
     by_return = sorted(history, key=lambda x: -x["mean_return"])
     print("\nOrders by return", *(ROW.format(**x) for x in by_return), sep="\n")
-    return {"logdir": str(folder), "history": history, "signal": None}
+    return history
 
 
 # ---- Playing and the command line ------------------------------------------------------------------------------------
@@ -902,7 +875,7 @@ def play(options: PlayArgs) -> dict[str, list[float]]:
     is_name = options.checkpoint in ("best", "latest")
     path = Path(options.logdir or ".", f"{options.checkpoint}.pt") if is_name else Path(options.checkpoint)
     checkpoint = load(path)
-    args = Args(**saved_args(checkpoint) | {"device": "cpu"})
+    args = Args(**saved_args(checkpoint) | {"device": "cpu", "torch_threads": 1})
     require(args.workflow or not options.workflow, "This policy was trained without a workflow: leave --workflow out.")
     args = replace(args, workflow=options.workflow or args.workflow, red_agent=options.red_agent or args.red_agent)
     agent = load_agent(checkpoint, args)
@@ -953,10 +926,10 @@ def preset(*names: str, **flags: Any) -> Args:
 
 def saved_args(checkpoint: dict[str, Any]) -> dict[str, Any]:
     """The arguments in a checkpoint."""
-    values = {name: value for name, value in checkpoint["args"].items() if name in Args.__dataclass_fields__}
     try:
+        values = {name: value for name, value in checkpoint["args"].items() if name in Args.__dataclass_fields__}
         return asdict(Args(**values | {"resume": False}))
-    except TypeError as error:
+    except (AttributeError, TypeError) as error:
         raise UsageError(f"The arguments in the checkpoint are none of this script's ({error}).") from None
 
 
@@ -981,17 +954,31 @@ def parse_args(argv: list[str]) -> Args:
 
 def main(argv: list[str]) -> int:
     """The command line. Returns the exit code: 2 for wrong arguments, 1 for a failure, 128 + n after signal n."""
+    signals: list[int] = []  # received: the first one ends a run after its update, a second one at once
+
+    def receive(number: int, frame: Any) -> None:
+        if signals:
+            raise KeyboardInterrupt
+        signals.append(number)
+
     try:
         if argv[:1] == ["play"]:
             play(tyro.cli(PlayArgs, prog=f"{SCRIPT}.py play", args=argv[1:], description=play.__doc__))
             return 0
+        options, flags = None, argv[1:] if argv[:1] == ["train"] else argv
         if argv[:1] == ["search"]:
             options, flags = tyro.cli(SearchArgs, prog=f"{SCRIPT}.py search", args=argv[1:], description=search.__doc__,
                                       return_unknown_args=True)  # fmt: skip
-            result = search(options, parse_args(flags if "--configs" in flags else ["--configs", "search", *flags]))
+            flags = flags if "--configs" in flags else ["--configs", "search", *flags]
+        args = parse_args(flags)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP is under nohup
+                signal.signal(number, receive)
+        if options is None:
+            train(args, signals)
         else:
-            result = train(parse_args(argv[1:] if argv[:1] == ["train"] else argv))
-        return 128 + result["signal"] if result["signal"] else 0
+            search(options, args, signals)
+        return 128 + signals[0] if signals else 0
     except KeyboardInterrupt:
         return 130
     except (UsageError, OSError, FloatingPointError, WorkerError) as error:
