@@ -582,7 +582,9 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=device)  # detail 6: each transition once an epoch
             for indices in order.view(args.num_minibatches, -1).split(steps_per_call):
-                results.append(update(agent, loss_args, weights, adam, Batch(*(x[indices] for x in batch))))
+                # as x[indices], in half its time
+                some = Batch(*(x.index_select(0, indices.flatten()).unflatten(0, indices.shape) for x in batch))
+                results.append(update(agent, loss_args, weights, adam, some))
             run.epochs += 1
             epoch = results[-args.num_minibatches // steps_per_call :]
             if args.target_kl is not None and torch.cat([x["approx_kl"] for x in epoch]).mean() > args.target_kl:
