@@ -129,6 +129,8 @@ class PPOArgs:
     hidden_sizes: tuple[int, ...] = (64, 64)  # tanh units in the layers of actor and critic
 
 
+RED_MIXTURE = {"b_line": 0.5, "meander": 0.45, "sleep": 0.05}  # of --red-agent mixed, for each episode
+HORIZONS = (30, 50, 100)  # the episode lengths of the published scores
 RANGES = {  # lowest and highest values; None passes
     ("num_envs", "num_workers", "max_steps", "eval_episodes"): (1, 1e6),
     ("num_steps", "num_minibatches", "update_epochs"): (1, 1e6),
@@ -153,6 +155,7 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
                 require(value is None or low <= value <= high, sentence)
         self.batch_size = self.num_envs * self.num_steps
         self.num_updates = self.total_timesteps // self.batch_size
+        self.red_agents: list[Any] = [name for name in RED_MIXTURE if self.red_agent in (name, "mixed")]
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
         shares = self.num_minibatches * WORLD_SIZE
@@ -376,10 +379,6 @@ def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
 
 
 # ---- Environments and evaluation -------------------------------------------------------------------------------------
-RED_MIXTURE = {"b_line": 0.5, "meander": 0.45, "sleep": 0.05}  # of --red-agent mixed, for each episode
-HORIZONS = (30, 50, 100)  # the episode lengths of the published scores
-
-
 def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
     """One game. A wrapper that is put around it here acts in training, evaluation and play."""
     red_agent = RED_MIXTURE if args.red_agent == "mixed" else args.red_agent
@@ -420,11 +419,6 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
     return np.stack(rows), lengths, fixes
 
 
-def red_agents(args: Args) -> list[Any]:
-    """The attackers that may come."""
-    return [red_agent for red_agent in RED_MIXTURE if args.red_agent in (red_agent, "mixed")]
-
-
 def summarize(args: Args, episodes: dict[str, Any]) -> dict[str, float]:
     """The numbers of an evaluation: means over the episodes, which are what `evaluate` returned for each red agent; of
     the returns against each within the first 30, 50 and 100 steps, and of all steps; and score, the sum of these cells.
@@ -459,7 +453,7 @@ def score(agent: Agent, args: Args, num_episodes: int, seed: int = 10_000) -> di
     """`summarize` of episodes with deterministic actions against each red agent, each from its own fixed seed, so that
     two evaluations differ by their policies alone."""
     episodes = {}
-    for i, red_agent in enumerate(red_agents(args)):
+    for i, red_agent in enumerate(args.red_agents):
         vec_env = make_envs(replace(args, red_agent=red_agent), num_episodes)
         episodes[red_agent] = evaluate(agent, vec_env, seed + i * num_episodes)
         vec_env.close()
@@ -588,7 +582,9 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=device)  # detail 6: each transition once an epoch
             for indices in order.view(args.num_minibatches, -1).split(steps_per_call):
-                results.append(update(agent, loss_args, weights, adam, Batch(*(x[indices] for x in batch))))
+                # as x[indices], in half its time
+                some = Batch(*(x.index_select(0, indices.flatten()).unflatten(0, indices.shape) for x in batch))
+                results.append(update(agent, loss_args, weights, adam, some))
             run.epochs += 1
             epoch = results[-args.num_minibatches // steps_per_call :]
             if args.target_kl is not None and torch.cat([x["approx_kl"] for x in epoch]).mean() > args.target_kl:
@@ -608,7 +604,7 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             recent, counts = (np.concatenate(x) for x in zip(*gather((vec_env.recent, vec_env.episodes)), strict=True))
             complies = is_compliant(recent, counts, threshold, args.min_episodes)
         nothing = np.full((args.max_steps, 1), math.nan), math.nan, np.zeros((0, len(VERDICTS)))
-        evaluation = summarize(args, dict.fromkeys(red_agents(args), nothing))
+        evaluation = summarize(args, dict.fromkeys(args.red_agents, nothing))
         if RANK == 0 and (is_last or complies or crossed(run.global_step, args.batch_size, args.eval_every)):
             evaluation = score(agent, args, args.eval_episodes)
             run.score, mean_return = evaluation["score"], evaluation["mean_return"]
@@ -802,7 +798,7 @@ ROW = (
 )  # of the table of orders
 
 
-def search(options: SearchArgs, args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
+def search(options: SearchArgs, args: Args, signals: Sequence[int] = ()) -> list[dict[str, Any]]:
     """Search for the workflow of the largest return: GP-UCB over all 120 orders, a policy trained for each order tried.
 
     The flags of training, which stand in its own --help, are those of each order's; they begin with the preset search.
@@ -843,7 +839,7 @@ def search(options: SearchArgs, args: Args, signals: Sequence[int] = ()) -> dict
         order_args = run_args(name, workflow=",".join(ORDERS[order]), init_from=start)
         result = train(order_args, signals)
         if signals:
-            break
+            return history
         agent = load_agent(load(folder / name / "latest.pt"), order_args)
         judged = score(agent, order_args, options.judge_episodes, seed=1_000_000)
         record = {"workflow": order_args.workflow, "confirmed": result["compliant"], "steps": result["global_step"]}
@@ -853,7 +849,7 @@ def search(options: SearchArgs, args: Args, signals: Sequence[int] = ()) -> dict
         print(ROW.format(**history[-1]))
     by_return = sorted(history, key=lambda x: -x["mean_return"])
     print("\nOrders by return", *(ROW.format(**x) for x in by_return), sep="\n")
-    return {"logdir": str(folder), "history": history}
+    return history
 
 
 # ---- Playing and the command line ------------------------------------------------------------------------------------
@@ -881,7 +877,7 @@ def play(options: PlayArgs) -> dict[str, list[float]]:
     is_name = options.checkpoint in ("best", "latest")
     path = Path(options.logdir or ".", f"{options.checkpoint}.pt") if is_name else Path(options.checkpoint)
     checkpoint = load(path)
-    args = Args(**saved_args(checkpoint, []) | {"device": "cpu"})
+    args = Args(**saved_args(checkpoint) | {"device": "cpu", "torch_threads": 1})
     require(args.workflow or not options.workflow, "This policy was trained without a workflow: leave --workflow out.")
     args = replace(args, workflow=options.workflow or args.workflow, red_agent=options.red_agent or args.red_agent)
     agent = load_agent(checkpoint, args)
@@ -895,8 +891,8 @@ def play(options: PlayArgs) -> dict[str, list[float]]:
             pictures.append(PIL.Image.fromarray(vec_env.render()[0]))
             pictures[-1].thumbnail((320, 320))
 
-    returns: dict[str, list[float]] = {red_agent: [] for red_agent in red_agents(args)}
-    for red_agent, i in product(red_agents(args), range(options.episodes)):
+    returns: dict[str, list[float]] = {red_agent: [] for red_agent in args.red_agents}
+    for red_agent, i in product(args.red_agents, range(options.episodes)):
         vec_env = make_envs(replace(args, red_agent=red_agent), 1, render_mode)
         rewards, (length,), fixes = evaluate(agent, vec_env, options.seed + i, not options.stochastic, watch)
         vec_env.close()
@@ -930,12 +926,11 @@ def preset(*names: str, **flags: Any) -> Args:
     return Args(**preset_values(*names) | flags)
 
 
-def saved_args(checkpoint: dict[str, Any], argv: list[str]) -> dict[str, Any]:
-    """The arguments in a checkpoint. A module that its env_id names is imported only if the user names it too."""
+def saved_args(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The arguments in a checkpoint."""
     try:
         values = {name: value for name, value in checkpoint["args"].items() if name in Args.__dataclass_fields__}
-        args = Args(**values | {"resume": False})
-        trusted = ":" not in args.env_id or args.env_id in argv
+        return asdict(Args(**values | {"resume": False}))
     except (AttributeError, TypeError) as error:
         raise UsageError(f"The arguments in the checkpoint are none of this script's ({error}).") from None
     require(trusted, f"{args.env_id} imports a module: if you trust it, add --env-id {args.env_id}.")
@@ -974,16 +969,19 @@ def main(argv: list[str]) -> int:
         if argv[:1] == ["play"]:
             play(tyro.cli(PlayArgs, prog=f"{SCRIPT}.py play", args=argv[1:], description=play.__doc__))
             return 0
+        options, flags = None, argv[1:] if argv[:1] == ["train"] else argv
         if argv[:1] == ["search"]:
             options, flags = tyro.cli(SearchArgs, prog=f"{SCRIPT}.py search", args=argv[1:], description=search.__doc__,
                                       return_unknown_args=True)  # fmt: skip
-            args = parse_args(flags if "--configs" in flags else ["--configs", "search", *flags])
-        else:
-            args = parse_args(argv[1:] if argv[:1] == ["train"] else argv)
+            flags = flags if "--configs" in flags else ["--configs", "search", *flags]
+        args = parse_args(flags)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP is under nohup
                 signal.signal(number, receive)
-        search(options, args, signals) if argv[:1] == ["search"] else train(args, signals)
+        if options is None:
+            train(args, signals)
+        else:
+            search(options, args, signals)
         return 128 + signals[0] if signals else 0
     except KeyboardInterrupt:
         return 130
