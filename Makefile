@@ -18,7 +18,7 @@ train: $(VENV)/.ready   ## HalfCheetah learns to run: a minute and a half on two
 	$(BIN)/python ppo_continuous_mujoco.py --configs halfcheetah $(ARGS)
 
 test: $(VENV)/.ready    ## the default suite
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 slow: $(VENV)/.ready    ## the learning tests
 	$(BIN)/python -m pytest -m slow $(ARGS)

@@ -553,8 +553,9 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         results: list[dict[str, torch.Tensor]] = []  # of each call of `update`
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=device)  # detail 6: each transition once an epoch
-            for indices in order.view(num_minibatches, -1).split(steps_per_call):
-                results.append(update(agent, loss_args, weights, adam, Batch(*(x[indices] for x in batch))))
+            shuffled = (x.index_select(0, order).unflatten(0, (num_minibatches, -1)) for x in batch)
+            for some in zip(*(x.split(steps_per_call) for x in shuffled), strict=True):
+                results.append(update(agent, loss_args, weights, adam, Batch(*some)))
             run.epochs += 1
             run.minibatch_updates += num_minibatches
             epoch = results[-num_minibatches // steps_per_call :]

@@ -581,10 +581,9 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         results: list[dict[str, torch.Tensor]] = []  # of each call of `update`
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=device)  # detail 6: each transition once an epoch
-            for indices in order.view(args.num_minibatches, -1).split(steps_per_call):
-                # as x[indices], in half its time
-                some = Batch(*(x.index_select(0, indices.flatten()).unflatten(0, indices.shape) for x in batch))
-                results.append(update(agent, loss_args, weights, adam, some))
+            shuffled = (x.index_select(0, order).unflatten(0, (args.num_minibatches, -1)) for x in batch)
+            for some in zip(*(x.split(steps_per_call) for x in shuffled), strict=True):
+                results.append(update(agent, loss_args, weights, adam, Batch(*some)))
             run.epochs += 1
             epoch = results[-args.num_minibatches // steps_per_call :]
             if args.target_kl is not None and torch.cat([x["approx_kl"] for x in epoch]).mean() > args.target_kl:
@@ -877,7 +876,7 @@ def play(options: PlayArgs) -> dict[str, list[float]]:
     is_name = options.checkpoint in ("best", "latest")
     path = Path(options.logdir or ".", f"{options.checkpoint}.pt") if is_name else Path(options.checkpoint)
     checkpoint = load(path)
-    args = Args(**saved_args(checkpoint) | {"device": "cpu", "torch_threads": 1})
+    args = Args(**saved_args(checkpoint, []) | {"device": "cpu", "torch_threads": 1})
     require(args.workflow or not options.workflow, "This policy was trained without a workflow: leave --workflow out.")
     args = replace(args, workflow=options.workflow or args.workflow, red_agent=options.red_agent or args.red_agent)
     agent = load_agent(checkpoint, args)
@@ -926,11 +925,12 @@ def preset(*names: str, **flags: Any) -> Args:
     return Args(**preset_values(*names) | flags)
 
 
-def saved_args(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The arguments in a checkpoint."""
+def saved_args(checkpoint: dict[str, Any], argv: list[str]) -> dict[str, Any]:
+    """The arguments in a checkpoint. A module that its env_id names is imported only if the user names it too."""
     try:
         values = {name: value for name, value in checkpoint["args"].items() if name in Args.__dataclass_fields__}
-        return asdict(Args(**values | {"resume": False}))
+        args = Args(**values | {"resume": False})
+        trusted = ":" not in args.env_id or args.env_id in argv
     except (AttributeError, TypeError) as error:
         raise UsageError(f"The arguments in the checkpoint are none of this script's ({error}).") from None
     require(trusted, f"{args.env_id} imports a module: if you trust it, add --env-id {args.env_id}.")

@@ -147,6 +147,6 @@ class NormalizeReward(VectorWrapper):
     def set_state(self, state: dict[str, Any]) -> Any:
         self.statistics.set_state(state["statistics"])
         restored = self.env.set_state(state["env"])  # type: ignore[attr-defined]
-        if restored:  # not where there are more or fewer environments now
+        if restored is not False:  # as it is where there are more or fewer environments now
             self.returns = state["returns"].copy()
         return restored

@@ -573,7 +573,7 @@ def run_search(cage2: ModuleType, folder: Path, n_workflows: int = 3, **values: 
     """A search of orders with tiny trainings."""
     options = cage2.SearchArgs(n_workflows=n_workflows, n_start=2, judge_episodes=4, shared_timesteps=2 * 256 * 25)
     args = tiny_args(cage2, folder, workflow="any", red_agent="meander", save_every=100, **values)
-    return cage2.search(options, args)
+    return {"logdir": args.logdir, "history": cage2.search(options, args)}
 
 
 def without_paths(folder: Path) -> list[dict[str, Any]]:
