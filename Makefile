@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: setup train test slow lint format nes_py fceumm atari peers bench clean
+.PHONY: setup train play test slow lint format nes_py fceumm atari peers bench clean
 
 BENCHMARKS := stepping loop learning scaling cage2_workflows speed
 
@@ -16,6 +16,9 @@ setup: $(VENV)/.ready   ## what all others do first
 
 train: $(VENV)/.ready   ## HalfCheetah learns to run: a minute and a half on two idle cores
 	$(BIN)/python ppo_continuous_mujoco.py --configs halfcheetah $(ARGS)
+
+play: $(VENV)/.ready    ## a film of a trained robot in zoo/gifs/, in half a minute
+	$(BIN)/python ppo_continuous_mujoco.py play --checkpoint zoo/HalfCheetah-v5.pt --seed 1 --save-gif $(ARGS)
 
 test: $(VENV)/.ready    ## the default suite
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)

@@ -1,0 +1,76 @@
+"""Put the best checkpoints of runs into zoo/, with a table of what they score in 100 episodes.
+
+python -m benchmarks.zoo RUN ...     # zoo/{task}.pt for each, and zoo/README.md anew
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.common import ROOT
+
+ZOO = ROOT / "zoo"
+NEEDED = ("format", "args", "agent", "statistics")  # by play
+
+
+def add(run: Path) -> None:
+    """Copy what `play` needs of a run's best.pt, and what is known of the run, to zoo/."""
+    checkpoint = torch.load(run / "best.pt", weights_only=True)
+    config = json.loads((run / "config.json").read_text())
+    small = {name: checkpoint[name] for name in NEEDED if name in checkpoint}
+    small["agent"] = {name: x.clone() for name, x in small["agent"].items()}  # not the vector they are views of
+    small["args"] |= {"logdir": None}
+    ZOO.mkdir(exist_ok=True)
+    name = checkpoint["args"]["env_id"].replace("/", "_")
+    torch.save(small, ZOO / f"{name}.pt")
+    script, steps = checkpoint["format"].partition("/")[0], checkpoint["run"]["global_step"]
+    row = {"script": script, "seed": config["args"]["seed"], "step": steps, "commit": config["commit"][:7]}
+    (ZOO / f"{name}.json").write_text(json.dumps(row | score(ZOO / f"{name}.pt", script, 100), indent=1) + "\n")
+
+
+def score(path: Path, script: str, episodes: int) -> dict[str, Any]:
+    """Mean and standard deviation of the returns of `episodes` deterministic episodes of a checkpoint, from seed 0 on;
+    on CAGE2 of the sum of those against its three red agents."""
+    module = importlib.import_module(script)
+    with contextlib.redirect_stdout(io.StringIO()):
+        returns = module.play(module.PlayArgs(checkpoint=str(path), episodes=episodes))
+    totals = np.sum(list(returns.values()), axis=0) if isinstance(returns, dict) else np.array(returns)
+    return {"episodes": episodes, "mean_return": float(totals.mean()), "std_return": float(totals.std())}
+
+
+def write_page() -> None:
+    lines = [
+        "# Trained checkpoints", "",
+        "Each plays at once: `python SCRIPT play --checkpoint zoo/NAME.pt --save-gif`. The score is the mean return and",
+        "its standard deviation, of 100 deterministic episodes (`--episodes 100`); CAGE 2's is the sum of those of 100",
+        "steps against its three red agents. `python -m benchmarks.zoo RUN ...` adds the best checkpoints of runs and",
+        "makes this page.", "",
+        "| checkpoint | script | score | trained: steps, seed, commit |", "| --- | --- | --- | --- |",
+    ]  # fmt: skip
+    for path in sorted(ZOO.glob("*.json")):
+        row = json.loads(path.read_text())
+        score = f"{row['mean_return']:,.1f} ± {row['std_return']:,.1f}"
+        trained = f"{row['step']:,}, {row['seed']}, {row['commit']}"
+        lines.append(f"| `{path.stem}.pt` | `{row['script']}.py` | {score} | {trained} |")
+    (ZOO / "README.md").write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="*", metavar="RUN")
+    for run in parser.parse_args().runs:
+        add(run)
+    write_page()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,34 @@
+"""Each checkpoint of zoo/ plays as its row says it does."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.zoo import score
+from tests.conftest import ROOT
+
+CHECKPOINTS = sorted(ROOT.glob("zoo/*.pt"))
+
+
+@pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: path.stem)
+def test_a_checkpoint_plays_as_its_row_says(path: Path) -> None:
+    row = json.loads(path.with_suffix(".json").read_text())
+    one = score(path, row["script"], 1)["mean_return"]
+    assert abs(one - row["mean_return"]) < 5 * row["std_return"] + 1
+
+
+def test_the_table_has_a_row_for_each_and_all_are_small() -> None:
+    page = (ROOT / "zoo" / "README.md").read_text()
+    assert CHECKPOINTS
+    assert all(f"`{path.name}`" in page for path in CHECKPOINTS)
+    assert sum(path.stat().st_size for path in CHECKPOINTS) < 40e6
+
+
+def test_a_checkpoint_holds_only_what_play_needs() -> None:
+    for path in CHECKPOINTS:
+        row = json.loads(path.with_suffix(".json").read_text())
+        assert importlib.import_module(row["script"]).load(path).keys() <= {"format", "args", "agent", "statistics"}
