@@ -50,8 +50,8 @@ def score(path: Path, script: str, episodes: int) -> dict[str, Any]:
 def write_page() -> None:
     lines = [
         "# Trained checkpoints", "",
-        "Each plays at once: `python SCRIPT play --checkpoint zoo/NAME.pt --save-gif`. The score is the mean return and",
-        "its standard deviation, of 100 deterministic episodes (`--episodes 100`); CAGE 2's is the sum of those of 100",
+        "Each plays at once: `python SCRIPT play --checkpoint zoo/NAME.pt --save-gif`. The score: mean return,",
+        "and standard deviation, of 100 deterministic episodes (`--episodes 100`); CAGE 2's is the sum of those of 100",
         "steps against its three red agents. `python -m benchmarks.zoo RUN ...` adds the best checkpoints of runs and",
         "makes this page.", "",
         "| checkpoint | script | score | trained: steps, seed, commit |", "| --- | --- | --- | --- |",
