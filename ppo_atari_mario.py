@@ -517,15 +517,8 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
                 rewards = np.sign(rewards)
             life_lost = infos.get("life_lost", False) | infos.get("final_info", {}).get("life_lost", False)
             ends = terminated | (life_lost & args.episodic_life)  # detail 16
-            rows.append(
-                (
-                    obs,
-                    actions,
-                    log_probs,
-                    values,
-                    *map(torch.as_tensor, (rewards, ends, truncated, infos["raw_reward"])),
-                )
-            )
+            outcome = map(torch.as_tensor, (rewards, ends, truncated, infos["raw_reward"]))
+            rows.append((obs, actions, log_probs, values, *outcome))
             for n in np.flatnonzero(terminated | truncated):
                 success = terminated[n] and infos.get("final_info", {}).get("flag_get", {n: False})[n]
                 ended.append((infos["episode_return"][n], infos["episode_length"][n], success))

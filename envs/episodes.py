@@ -47,9 +47,8 @@ class EpisodeStatistics(VectorWrapper):
 
     def _check(self, name: str, numbers: np.ndarray, first: int = 0) -> None:
         """Raise FloatingPointError if a number of environments `first`, `first` + 1, ... is not finite."""
-        if numbers.dtype.kind == "f" and not np.isfinite(
-            np.add.reduce(numbers, None)
-        ):  # the sum is quick, but may overflow where no number does
+        # The sum is quick, but may overflow where no number does.
+        if numbers.dtype.kind == "f" and not np.isfinite(np.add.reduce(numbers, None)):
             for i in np.flatnonzero(~np.isfinite(numbers).reshape(len(numbers), -1).all(1)):
                 n, step = first + i, self.lengths[first + i] + 1
                 raise FloatingPointError(f"The {name} of environment {n} is not finite in step {step} of its episode.")
