@@ -10,12 +10,8 @@ A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.j
 (a row per update), best.pt and best.json (the best evaluation), latest.pt (all that --resume needs).
 """
 
-from __future__ import annotations
-
-import argparse
 import contextlib
 import ctypes
-import difflib
 import fcntl
 import json
 import math
@@ -27,29 +23,27 @@ import time
 import zipfile
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import asdict, dataclass
-from functools import partial
-from importlib.util import find_spec
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import gymnasium as gym
 import numpy as np
-import PIL.Image
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 import tyro
 from gymnasium.vector import VectorEnv
+from torch import Tensor, nn
 from torch.distributions import Categorical
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._pytree import tree_map
 from torch.utils.tensorboard import SummaryWriter
 
 from envs.atari import AtariError, AtariGame
-from envs.mario import MarioBackendError, MarioEnv
+from envs.mario import MarioEnv
 from envs.nes_core import resolve_backend
+from envs.record_gif import RecordGif
 from envs.subproc_vec_env import WorkerError
 from envs.vectorize import vectorize
 
@@ -70,6 +64,7 @@ def require(condition: Any, sentence: str) -> None:
 # ---- Arguments: --help shows the comments ----------------------------------------------------------------------------
 @dataclass
 class RunArgs:
+    configs: tuple[str, ...] = ()  # presets, layered from left to right; flags win over them
     env_id: str = "Mario-1-1"  # Mario-1-1 to 8-4, several: Mario-1-1,2-1, Mario-random, Mario-full, ALE/Breakout-v5
     seed: int = 1  # seed of networks, sampling and environments (environment n gets seed + n)
     total_timesteps: int = 1_500_000  # environment steps of the whole run, rounded down to whole batches
@@ -84,8 +79,8 @@ class RunArgs:
     amp: bool = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
     eval_every: int = 100_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 10  # episodes of an evaluation with deterministic actions, and as many with sampled ones
-    save_every: int = 100_000  # environment steps between writes of latest.pt; 0: only at the end
-    track: str | None = None  # Weights & Biases project, or entity/project, to log to as well
+    save_every: int = 100_000  # environment steps between writes of latest.pt; 0: only with evaluations
+    track: str | None = None  # Weights & Biases project to log to as well (its WANDB_ENTITY, WANDB_RUN_GROUP work too)
 
 
 @dataclass
@@ -134,22 +129,26 @@ class PPOArgs:
 
 
 RANGES = {  # lowest and highest values; None passes
-    ("num_envs", "num_steps", "num_minibatches", "update_epochs", "eval_episodes", "num_workers", "reset_steps"): (
-        1,
-        1e6,
-    ),
-    ("total_timesteps",): (1, 1e15),
-    ("frame_stack", "skip", "minibatch_growth"): (1, 25),
-    ("feature_dim",): (1, 1e5),
-    ("stuck_steps",): (0, 1e9),
-    ("noop_max",): (0, 300),
-    ("sticky_action_probability",): (0, 0.99),
-    ("eval_every", "save_every", "ent_coef", "vf_coef"): (0, 1e15),
-    ("learning_rate", "clip_coef", "max_grad_norm", "target_kl", "step_timeout"): (1e-9, 1e9),
-    ("gamma", "gae_lambda"): (0, 1),
-    ("seed",): (0, 2**32 - 1),
-    ("torch_threads",): (1, os.cpu_count() or 1),
+    "num_envs num_workers reset_steps eval_episodes num_steps num_minibatches update_epochs feature_dim": (1, 1e6),
+    "total_timesteps": (1, 1e15),
+    "eval_every save_every ent_coef vf_coef stuck_steps": (0, 1e15),
+    "learning_rate clip_coef max_grad_norm target_kl step_timeout": (1e-9, 1e9),
+    "gamma gae_lambda": (0, 1),
+    "seed": (0, 2**32 - 1),
+    "torch_threads": (1, os.cpu_count()),
+    "frame_stack skip minibatch_growth": (1, 25),
+    "noop_max": (0, 300),
+    "sticky_action_probability": (0, 0.99),
+    "episodes gif_frames gif_fps": (1, 1e6),
 }
+
+
+def check_ranges(args: Any) -> None:
+    for names, (low, high) in RANGES.items():
+        for name in names.split():
+            values = getattr(args, name, None)
+            within = all(x is None or low <= x <= high for x in (values if isinstance(values, tuple) else [values]))
+            require(within, f"--{name.replace('_', '-')} must be from {low:g} to {high:g}, not {values}.")
 
 
 @dataclass
@@ -157,31 +156,25 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
     """All arguments of a run. Raises UsageError for values that cannot work."""
 
     def __post_init__(self) -> None:
-        for names, (low, high) in RANGES.items():
-            for name in names:
-                value = getattr(self, name)
-                sentence = f"--{name.replace('_', '-')} must be from {low:g} to {high:g}, not {value}."
-                require(value is None or low <= value <= high, sentence)
+        check_ranges(self)
         self.batch_size = self.num_envs * self.num_steps
         self.num_updates = self.total_timesteps // self.batch_size
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
-        require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
         shares = self.num_minibatches * WORLD_SIZE
-        require(self.batch_size % shares == 0, f"--num-minibatches {self.num_minibatches} does not divide {batch}.")
+        require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
         require(self.num_envs % WORLD_SIZE == 0, f"{WORLD_SIZE} processes cannot share {batch} evenly.")
-        single = self.norm_adv == "minibatch" and self.batch_size == shares
-        require(not single, "A minibatch of one transition cannot be normalised: add --norm-adv none.")
-        growth = f"--minibatch-growth {self.minibatch_growth} does not divide --num-minibatches {self.num_minibatches}."
-        require(self.num_minibatches % self.minibatch_growth == 0, growth)
+        require(self.batch_size % shares == 0, f"--num-minibatches {self.num_minibatches} does not divide {batch}.")
+        require(self.norm_adv != "minibatch" or self.batch_size > shares, "A minibatch of 1 needs --norm-adv none.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         require(self.device == "cpu" or torch.cuda.is_available(), f"--device {self.device} is not available here.")
+        growth = f"--minibatch-growth {self.minibatch_growth} does not divide --num-minibatches {self.num_minibatches}."
+        require(self.num_minibatches % self.minibatch_growth == 0, growth)
         is_game = self.env_id.startswith(("Mario-", "ALE/")) and ":" not in self.env_id
         require(is_game, f"There is no {self.env_id}: try Mario-1-1, Mario-1-1,2-1, Mario-random or ALE/Breakout-v5.")
         if self.env_id.startswith("Mario-"):  # a policy belongs to the emulator that it has learnt on
             self.backend: Any = resolve_backend(self.backend)
 
 
-# `--configs a b` layers presets from left to right; flags win last.
 PRESETS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "explore": {"ent_coef": 0.05, "learning_rate": 1e-4},
@@ -233,7 +226,7 @@ class Agent(nn.Module):
         self.critic_value = init(nn.Linear(args.feature_dim, 1), 1.0)
         self.amp = args.amp
 
-    def forward(self, obs: torch.Tensor) -> tuple[Categorical, torch.Tensor]:
+    def forward(self, obs: Tensor) -> tuple[Categorical, Tensor]:
         """(batch, channels, side, side) uint8 -> a distribution of actions (batch,), and V(s), (batch,)."""
         # bfloat16 represents 0 to 255 exactly; with the channels last in memory convolutions are fast.
         x = obs.to(torch.bfloat16 if self.amp else torch.float32, memory_format=torch.channels_last) / 255  # detail 22
@@ -243,23 +236,15 @@ class Agent(nn.Module):
         policy = Categorical(logits=self.actor_logits(features.float()), validate_args=False)
         return policy, self.critic_value(critic_features.float()).squeeze(-1)
 
-    def policy(self, obs: torch.Tensor) -> Categorical:
+    def policy(self, obs: Tensor) -> Categorical:
         return self(obs)[0]
 
-    def get_value(self, obs: torch.Tensor) -> torch.Tensor:
+    def get_value(self, obs: Tensor) -> Tensor:
         return self(obs)[1]
 
 
 # ---- The mathematics -------------------------------------------------------------------------------------------------
-def compute_gae(
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    next_values: torch.Tensor,
-    terminations: torch.Tensor,
-    truncations: torch.Tensor,
-    gamma: float,
-    gae_lambda: float,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16), for each environment on its own.
 
     All tensors are (num_steps, num_envs). Step t of environment n led, with reward `rewards[t, n]`, from a state of
@@ -285,23 +270,18 @@ def compute_gae(
     return advantages, advantages + values
 
 
-def normalize_advantages(advantages: torch.Tensor, dim: int | None = None) -> torch.Tensor:
-    """(A - mean) / (std + 1e-8), over all entries or along `dim`."""
-    return (advantages - advantages.mean(dim, keepdim=True)) / (advantages.std(dim, keepdim=True) + 1e-8)
-
-
 class Batch(NamedTuple):
     """Transitions to learn from; the first dimension of each tensor counts them."""
 
-    obs: torch.Tensor
-    actions: torch.Tensor  # as they were sampled, before clipping to the action space
-    log_probs: torch.Tensor  # log pi_old(a|s)
-    values: torch.Tensor  # V_old(s)
-    advantages: torch.Tensor
-    returns: torch.Tensor
+    obs: Tensor
+    actions: Tensor  # as they were sampled, before clipping to the action space
+    log_probs: Tensor  # log pi_old(a|s)
+    values: Tensor  # V_old(s)
+    advantages: Tensor
+    returns: Tensor
 
 
-def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
     """PPO's loss on a minibatch (Schulman et al. 2017, eq. 9 with the sign turned) and its metrics, all scalars.
 
     With the probability ratio rho = pi(a|s) / pi_old(a|s),
@@ -313,7 +293,7 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[torch.Tensor, dict
     """
     (policy, values), advantages = agent(batch.obs), batch.advantages
     if args.norm_adv == "minibatch":
-        advantages = normalize_advantages(advantages)  # detail 7
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # detail 7
     log_ratio = policy.log_prob(batch.actions) - batch.log_probs
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
@@ -336,7 +316,7 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[torch.Tensor, dict
     return loss, {name: value.detach() for name, value in metrics.items()}
 
 
-def take_steps(agent: Agent, args: Args, weights: torch.Tensor, adam: Any, minibatches: Batch) -> Any:
+def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches: Batch) -> Any:
     """A step of Adam (Kingma and Ba 2015) on each of n minibatches, tensors (n, minibatch size, ...), in turn; returns
     metrics, a dict of tensors (n,). `weights` are the agent's, in one vector; `adam` holds such vectors of the running
     means of the gradient and its square, and of learning rates, and the number of steps."""
@@ -363,7 +343,7 @@ def take_steps(agent: Agent, args: Args, weights: torch.Tensor, adam: Any, minib
     return {name: torch.stack([x[name] for x in steps]) for name in metrics}
 
 
-def explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
+def explained_variance(values: Tensor, returns: Tensor) -> float:
     """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one no better than a constant, nan if R is constant."""
     variance = returns.var(correction=0)
     rounding = 1e-12 * returns.square().mean()  # what float32 makes of the variance of equal returns
@@ -388,19 +368,19 @@ def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
 def make_envs(args: Args, num_envs: int, render_mode: str | None = None) -> Any:
     """`num_envs` environments that begin the next episode in the step that ends one (SAME_STEP). Raises UsageError for
     a game that cannot be made."""
-    env_fn = partial(make_env, args, render_mode)
+    settings = args.num_workers, args.step_timeout, args.on_worker_failure
     try:
-        return vectorize(env_fn, num_envs, args.num_workers, args.step_timeout, args.on_worker_failure)
+        return vectorize(lambda: make_env(args, render_mode), num_envs, *settings)
     except (gym.error.Error, ImportError, AtariError, ValueError) as error:
         raise UsageError(f"{args.env_id} cannot be made here: {error}") from None
 
 
 @torch.no_grad()
 @torch.random.fork_rng()  # training's random numbers do not depend on evaluations
-def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool = True, watch: Any = int) -> Any:
+def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool = True) -> tuple[Any, ...]:
     """Play an episode in each of `vec_env`, the i-th from seed + i, which decides about waiting, sticky actions and, if
     not `deterministic`, samples: the emulator itself knows no chance. Returns their returns and lengths, (num_envs,),
-    and the last infos, dicts. `watch` is called before each step with the number of those done."""
+    and the last infos, dicts."""
     torch.manual_seed(seed)
     device = next(agent.parameters()).device
     returns, lengths = np.zeros(vec_env.num_envs), np.zeros(vec_env.num_envs, dtype=int)
@@ -408,7 +388,6 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
     last_infos: list[dict[str, Any]] = [{}] * vec_env.num_envs
     obs, _ = vec_env.reset(seed=seed)
     while running.any():
-        watch(lengths.max())
         policy = agent.policy(torch.as_tensor(obs, device=device))
         actions = policy.mode if deterministic else policy.sample()
         obs, rewards, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
@@ -422,18 +401,12 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
-def crossed(step: int, advance: int, every: int) -> bool:
-    """Whether the last `advance` steps, which led to `step`, reached or passed a multiple of `every` (0: never): steps
-    come in whole batches, and `step % every == 0` would miss most multiples."""
-    return every > 0 and step // every > (step - advance) // every
-
-
-def gather(x: Any) -> list[Any]:
-    """The object of each process, in all of them."""
-    objects = [x] * WORLD_SIZE
+def average(x: Any) -> np.ndarray:
+    """The mean of an array over the processes of torchrun."""
+    total = torch.tensor(x, dtype=torch.float64)
     if WORLD_SIZE > 1:
-        dist.all_gather_object(objects, x)
-    return objects
+        dist.all_reduce(total)
+    return total.numpy() / WORLD_SIZE
 
 
 def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
@@ -449,45 +422,41 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     device = torch.device(f"cuda:{LOCAL_RANK}" if args.device == "cuda" else args.device)
     if WORLD_SIZE > 1 and not dist.is_initialized():
         dist.init_process_group("gloo")
-    rng = torch.cuda if device.type == "cuda" else torch  # whose generator draws actions and shuffles
     num_envs, num_steps, all_steps = args.num_envs // WORLD_SIZE, args.num_steps, args.num_updates * args.batch_size
-    first_env = RANK * num_envs  # this process steps environments first_env to first_env + num_envs - 1
     vec_env = make_envs(args, num_envs)
     agent = Agent(vec_env, args).to(device)
-    if args.init_from is not None and not args.resume:
+    if args.init_from is not None:
         load_policy(load(Path(args.init_from)), agent)
     # All weights in one vector, of which the parameters become views: one long step costs half of many short ones.
     weights = parameters_to_vector(agent.parameters()).detach()
     vector_to_parameters(weights, agent.parameters())
     adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": torch.zeros(())}
-    update: Any = take_steps
-    if args.compile:
-        torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
-        update = torch.compile(take_steps, dynamic=False, options={"cpp_wrapper": device.type == "cpu"})
+    torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
+    options: Any = {"cpp_wrapper": device.type == "cpu"}
+    update: Any = torch.compile(take_steps, dynamic=False, options=options) if args.compile else take_steps
     late_num_minibatches = args.num_minibatches // args.minibatch_growth
     steps_per_call = math.gcd(4, late_num_minibatches)  # one compiled call for each step would cost half as much again
     loss_args: Any = copy(args)
     loss_args.ent_coef = torch.zeros((), device=device)  # a tensor, since compiled code knows numbers as constants
 
-    logdir, checkpoint, log = open_run(args)
     run = SimpleNamespace(  # where the run stands
-        rollouts=0, global_step=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
+        global_step=0, train_steps=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
         training_return=math.nan, training_success=math.nan, mean_return=math.nan, best_return=-math.inf,
     )  # fmt: skip
-    torch.manual_seed(args.seed + first_env)  # weights are equal in all processes; actions and shuffles are not
-    next_obs, _ = vec_env.reset(seed=args.seed + first_env)
+    first_seed = args.seed + RANK * num_envs
+    torch.manual_seed(first_seed)  # weights are equal in all processes; actions and shuffles are not
+    next_obs, _ = vec_env.reset(seed=first_seed)
+    checkpoint = load(Path(str(args.logdir), "latest.pt")) if args.resume else None
     if checkpoint is not None:
         load_policy(checkpoint, agent)
         vars(run).update(checkpoint["run"])
         adam = {name: x.to(device) for name, x in checkpoint["adam"].items()}
-        own = checkpoint["processes"][RANK % len(checkpoint["processes"])]
-        if vec_env.set_state(tree_map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, own["envs"])):
-            rng.set_rng_state(own["generator"])
-            next_obs = own["obs"]
-        else:
-            print("The checkpoint does not hold these environments, so new episodes begin.")
+        state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
+        if RANK == 0 and vec_env.set_state(state):  # other processes, and environments that cannot be saved, begin anew
+            torch.set_rng_state(checkpoint["generator"])
+            next_obs = checkpoint["obs"]
+    logdir, log, writer = open_run(args, checkpoint, vec_env)
 
-    writer: Any = open_logs(args, logdir, log, run) if RANK == 0 else None
     stopping = False
     while run.global_step < all_steps and not stopping:
         started = time.perf_counter()
@@ -498,7 +467,7 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         num_minibatches = args.num_minibatches if progress < 1 / 3 else late_num_minibatches
 
         # --- collect --------------------------------------------------------------------------------------------------
-        rows: list[tuple[torch.Tensor, ...]] = []  # of each step, in the order below
+        rows: list[tuple[Tensor, ...]] = []  # of each step, in the order below
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
         ended: list[tuple[float, int, float]] = []  # (return, length, flag reached) of each episode that ended
         for t in range(num_steps):
@@ -538,20 +507,21 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             rewards, values, next_values, terminated, truncated, args.gamma, args.gae_lambda
         )
         if args.norm_adv in ("batch", "per_env"):
-            advantages = normalize_advantages(advantages, dim=0 if args.norm_adv == "per_env" else None)
+            dim = 0 if args.norm_adv == "per_env" else (0, 1)
+            advantages = (advantages - advantages.mean(dim)) / (advantages.std(dim) + 1e-8)
 
         # --- update ---------------------------------------------------------------------------------------------------
         batch = Batch(*(x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)))
         torch.set_num_threads(args.torch_threads)
-        results: list[dict[str, torch.Tensor]] = []  # of each call of `update`
+        results: list[dict[str, Tensor]] = []  # of each call of `update`
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=device)  # detail 6: each transition once an epoch
-            shuffled = (x.index_select(0, order).unflatten(0, (num_minibatches, -1)) for x in batch)
-            for some in zip(*(x.split(steps_per_call) for x in shuffled), strict=True):
-                results.append(update(agent, loss_args, weights, adam, Batch(*some)))
+            minibatches = (x.index_select(0, order).unflatten(0, (num_minibatches, -1)) for x in batch)
+            calls = zip(*(x.split(steps_per_call) for x in minibatches), strict=True)
+            epoch = [update(agent, loss_args, weights, adam, Batch(*some)) for some in calls]
+            results += epoch
             run.epochs += 1
             run.minibatch_updates += num_minibatches
-            epoch = results[-num_minibatches // steps_per_call :]
             if args.target_kl is not None and torch.cat([x["approx_kl"] for x in epoch]).mean() > args.target_kl:
                 break
         torch.set_num_threads(1)
@@ -559,14 +529,18 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         if not math.isfinite(metrics["grad_norm"]):
             raise FloatingPointError(f"A gradient is not finite after step {run.global_step:,}: lower --learning-rate.")
         run.rollouts += 1
+        run.train_steps += num_steps
         run.global_step += args.batch_size
         seconds = time.perf_counter() - started
         run.seconds += seconds
 
         # --- evaluate -------------------------------------------------------------------------------------------------
-        is_last, is_best = run.global_step >= all_steps, False
+        # steps come in whole batches: this is whether one of them was a multiple of eval_every
+        evaluating = args.eval_every > 0 and run.global_step % args.eval_every < args.batch_size
+        evaluating |= run.global_step >= all_steps
         scores: dict[str, tuple[float, ...]] = {}
-        if RANK == 0 and (is_last or crossed(run.global_step, args.batch_size, args.eval_every)):
+        is_best = False
+        if RANK == 0 and evaluating:
             eval_envs = make_envs(args, args.eval_episodes)
             for kind in ("eval", "eval_sampled"):
                 totals, lengths, infos = evaluate(agent, eval_envs, deterministic=kind == "eval")
@@ -578,8 +552,7 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             run.best_return = max(run.best_return, run.mean_return)
 
         # --- log ------------------------------------------------------------------------------------------------------
-        shares = gather((ended, is_best, len(signals)))
-        ended, is_best, stopping = [y for x in shares for y in x[0]], shares[0][1], any(x[2] for x in shares)
+        stopping = bool(average(len(signals)) > 0)  # in all processes, if one received a signal
         mean_return, mean_length, success_rate = np.mean(ended, axis=0).tolist() if ended else [math.nan] * 3
         if ended:
             run.training_return, run.training_success = mean_return, success_rate
@@ -594,13 +567,10 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
                 "rollout/episodic_length": mean_length,
                 "rollout/success_rate": success_rate,  # of Mario's episodes, those that reached the flag
                 "rollout/mean_reward": raw_rewards.mean().item(),
-                "counters/train_steps": run.rollouts * num_steps,
-                "counters/rollouts": run.rollouts,
-                "counters/resets": run.resets,
-                "counters/epochs": run.epochs,
-                "counters/minibatch_updates": run.minibatch_updates,
                 "time/sps": args.batch_size / seconds,
             }
+            counters = ("train_steps", "rollouts", "resets", "epochs", "minibatch_updates")
+            record |= {f"counters/{name}": vars(run)[name] for name in counters}
             for kind in ("eval", "eval_sampled"):
                 names = (f"{kind}/{name}" for name in ("mean_return", "std_return", "mean_length", "success_rate"))
                 record |= zip(names, scores.get(kind, [math.nan] * 4), strict=True)
@@ -611,46 +581,46 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
                 print("global_step", *record, sep=",", file=log)
             print(run.global_step, *record.values(), sep=",", file=log, flush=True)
             run.csv_size = log.tell()
-            terminal = sys.stdout is not None and sys.stdout.isatty()  # where one line is overwritten again and again
             minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
             line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
             line += f"flag {run.training_success:.0%}, evaluation {run.mean_return:.2f}, {minutes:.1f} min left"
-            print(f"\r\033[K{line}" if terminal else line, end="" if terminal else "\n", flush=True)
+            is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
+            print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
 
         # --- save -----------------------------------------------------------------------------------------------------
-        due = run.rollouts == 1 or crossed(run.global_step, args.batch_size, args.save_every)
-        if due or is_best or is_last or stopping:
-            own = {"generator": rng.get_rng_state(), "envs": vec_env.get_state(), "obs": next_obs}
+        saving = args.save_every > 0 and run.global_step % args.save_every < args.batch_size
+        if RANK == 0 and (saving or evaluating or stopping or run.rollouts == 1):
             state = {"format": FORMAT, "args": asdict(args), "run": vars(run), "agent": agent.state_dict(),
-                     "adam": adam, "processes": gather(own)}  # fmt: skip
-            if RANK == 0 and is_best:
+                     "adam": adam, "envs": vec_env.get_state(), "obs": next_obs,
+                     "generator": torch.get_rng_state()}  # fmt: skip
+            if is_best:
                 save(logdir / "best.pt", state)
-                best = {"env_id": args.env_id, "mean_return": run.best_return, "logdir": str(logdir)}
+                best = {"problem": args.env_id, "score": run.best_return, "logdir": str(logdir)}
                 (logdir / "best.json").write_text(json.dumps(best))
-            if RANK == 0:
-                save(logdir / "latest.pt", state)
+            save(logdir / "latest.pt", state)
 
     vec_env.close()
     if RANK == 0:
         writer.close()
         log.close()
         print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
-        print(best_of_all_runs(args.env_id, logdir.parent))
+        runs = [json.loads(path.read_text()) for path in logdir.parent.glob("*/best.json")]
+        scores = {x["logdir"]: x["score"] for x in runs if x["problem"] == args.env_id}
+        best_run = max(scores, key=scores.__getitem__, default="")
+        print(f"best of {len(scores)} runs of {args.env_id}: {scores.get(best_run, math.nan):.2f}, {best_run}")
         if stopping:
             print(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
     return {"logdir": str(logdir), **vars(run)}
 
 
 # ---- Run folder and checkpoints --------------------------------------------------------------------------------------
-def open_run(args: Args) -> tuple[Path, Any, Any]:
-    """The run folder, the checkpoint to continue from, or None, and progress.csv, locked against other runs."""
-    name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    folder = Path("runs", name.replace("/", "_").replace(":", "_"))
-    same_second = len(list(folder.parent.glob(f"{folder.name}*")))
-    logdir = Path(args.logdir or (f"{folder}_{same_second}" if same_second else folder))
-    checkpoint = load(logdir / "latest.pt") if args.resume else None
+def open_run(args: Args, checkpoint: dict[str, Any] | None, vec_env: Any) -> tuple[Path, Any, Any]:
+    """Create the run folder, or take the logs of a run back to its checkpoint. Returns the folder, progress.csv, which
+    is locked against other runs, and TensorBoard's writer. Of torchrun's processes, the first does all this."""
     if RANK > 0:
-        return logdir, checkpoint, None
+        return Path(), None, None
+    name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    logdir = Path(args.logdir or f"runs/{name.replace('/', '_').replace(':', '_')}")
     logdir.mkdir(parents=True, exist_ok=True)
     log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
     try:
@@ -659,10 +629,23 @@ def open_run(args: Args) -> tuple[Path, Any, Any]:
         raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
     is_new = checkpoint is not None or not (logdir / "latest.pt").exists()
     require(is_new, f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
-    for key, before in checkpoint["args"].items() if checkpoint else ():
-        if key not in ("resume", "logdir") and getattr(args, key, None) != before:
-            print(f"--{key.replace('_', '-')} is {getattr(args, key, None)} from now on; it was {before}.")
-    return logdir, checkpoint, log
+    saved = checkpoint or {"args": {}, "run": {"csv_size": 0, "global_step": -1}}
+    for name, value in saved["args"].items():
+        if name not in ("resume", "logdir") and getattr(args, name, None) != value:
+            print(f"--{name.replace('_', '-')} is {getattr(args, name, None)} from now on; it was {value}.")
+    log.truncate(saved["run"]["csv_size"])
+    commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
+    versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
+    config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
+    (logdir / "config.json").write_text(json.dumps(config, indent=1))
+    print(f"{args.num_updates} updates of {args.num_envs} environments ({type(vec_env.unwrapped).__name__}) x "
+          f"{args.num_steps} steps, {args.update_epochs} epochs x {args.num_minibatches} minibatches: {logdir}"
+          f"{args.compile * '. The first update compiles, which takes 10 to 30 s.'}", flush=True)  # fmt: skip
+    if args.track is not None:
+        import wandb
+
+        wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
+    return logdir, log, SummaryWriter(str(logdir), purge_step=saved["run"]["global_step"] + 1)
 
 
 def open_logs(args: Args, logdir: Path, log: Any, run: Any) -> SummaryWriter:
@@ -686,17 +669,6 @@ def open_logs(args: Args, logdir: Path, log: Any, run: Any) -> SummaryWriter:
     return SummaryWriter(str(logdir), purge_step=run.global_step + 1)
 
 
-def best_of_all_runs(env_id: str, folder: Path) -> str:
-    """One line that names the run with the best evaluation of a task, among all runs in a folder."""
-    runs: list[tuple[float, str]] = []
-    for path in folder.glob("*/best.json"):
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged file is no reason to end with an error
-            run = json.loads(path.read_text())
-            runs += [(float(run["mean_return"]), run["logdir"])] if run["env_id"] == env_id else []
-    best, logdir = max(runs, default=(math.nan, None))
-    return f"best of the {len(runs)} runs of {env_id} in {folder}: {best:.2f}, {logdir}"
-
-
 def save(path: Path, state: dict[str, Any]) -> None:
     """Write a checkpoint so that `path` is a complete file at every moment. Arrays become tensors, which `torch.load`
     reads without running any code."""
@@ -709,15 +681,19 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint; nothing in it is executed. Raises OSError for a file that is missing or damaged, UsageError
-    for one of another script."""
+    for one that is not this script's, or whose env_id names a module which the command line does not."""
     try:
         with zipfile.ZipFile(path) as archive:
-            require(archive.testzip() is None, "a checksum is wrong")  # torch does not look at them
+            intact = archive.testzip() is None  # checks the sums, at which torch does not look
         state = torch.load(path, map_location="cpu", weights_only=True)
+        known = {name: x for name, x in state["args"].items() if name in Args.__dataclass_fields__}
+        state["args"] = known | {"resume": False}
+        fits, env_id = intact and state["format"] == FORMAT, Args(**state["args"]).env_id
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
         raise OSError(f"{path} is missing, damaged or no checkpoint ({type(error).__name__}).") from None
-    fits = isinstance(state, dict) and state.get("format") == FORMAT and {"args", "agent"} <= state.keys()
-    require(fits, f"{path} is no checkpoint of {SCRIPT}.py, whose format is {FORMAT}.")
+    require(fits, f"{path} is damaged or no checkpoint of {SCRIPT}.py, whose format is {FORMAT}.")
+    trusted = ":" not in env_id or env_id in sys.argv or env_id.split(":")[0] in sys.modules
+    require(trusted, f"{path} imports the module of {env_id}: if you trust it, add --env-id {env_id}.")
     return state
 
 
@@ -746,80 +722,47 @@ class PlayArgs:
 
 def play(options: PlayArgs) -> list[float]:
     """Play the policy of a checkpoint and print each episode's return; returns these. With --save-gif, film it."""
-    positive = min(options.episodes, options.gif_frames, options.gif_fps, 51 - options.gif_fps) > 0
-    require(positive, "--episodes and --gif-frames must be at least 1, --gif-fps from 1 to 50.")
+    check_ranges(options)
     is_name = options.checkpoint in ("best", "latest")
     path = Path(options.logdir or ".", f"{options.checkpoint}.pt") if is_name else Path(options.checkpoint)
     checkpoint = load(path)
-    is_shown = not options.render or (find_spec("pygame") and {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys())
-    require(is_shown, "--render needs a display and pygame (pip install pygame); --save-gif does without.")
-    own = {"device": "cpu", "torch_threads": 1} | ({"env_id": options.env_id} if options.env_id else {})
-    args = Args(**saved_args(checkpoint, [str(options.env_id)]) | own)
+    args = Args(**checkpoint["args"] | {"device": "cpu", "torch_threads": 1})
+    args = replace(args, env_id=options.env_id or args.env_id)
     render_mode = "human" if options.render else "rgb_array" if options.save_gif else None
     vec_env = make_envs(args, 1, render_mode)
     agent = Agent(vec_env, args)
     load_policy(checkpoint, agent)
-    fps = vec_env.metadata["render_fps"]
-    every = max(1, math.ceil(fps / options.gif_fps))
-    pictures: list[PIL.Image.Image] = []
-
-    def film(step: int) -> None:
-        if options.save_gif and step % every == 0 and len(pictures) < options.gif_frames:
-            pictures.append(PIL.Image.fromarray(vec_env.render()[0]))
-            pictures[-1].thumbnail((320, 320))
-
+    if options.save_gif:
+        vec_env = RecordGif(vec_env, options.gif_dir or path.parent / "gifs", options.gif_fps, options.gif_frames)
     returns = []
     for i in range(options.episodes):
-        (total,), (length,), (info,) = evaluate(agent, vec_env, options.seed + i, not options.stochastic, film)
+        (total,), (length,), (info,) = evaluate(agent, vec_env, options.seed + i, not options.stochastic)
         returns.append(float(total))
         place = "x {max_x} in {world}-{stage}".format(**info) if "max_x" in info else ""
         end = ", flag reached" if info.get("flag_get") else f", no flag: as far as {place}" if place else ""
         print(f"episode {i + 1}: return {total:.2f}, {length} steps{end}", flush=True)
-        if pictures:
-            name = f"episode_{i + 1:03d}_return_{total:.0f}_steps_{length}.gif"
-            gif = Path(options.gif_dir or path.parent / "gifs", name)
-            gif.parent.mkdir(parents=True, exist_ok=True)
-            pictures[0].save(gif, save_all=True, append_images=pictures[1:], duration=1000 * every // fps, loop=0)
-            print(gif)
-            pictures.clear()
     vec_env.close()
     print(f"mean return {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}")
     return returns
 
 
-def preset_values(*names: str) -> dict[str, Any]:
+def layered(presets: Sequence[str]) -> dict[str, Any]:
     """The values of presets, layered from left to right."""
-    for name in names:
-        close = difflib.get_close_matches(name, PRESETS, n=1, cutoff=0.0)[0]
-        require(name in PRESETS, f"There is no preset {name!r}; did you mean {close}? Presets: {', '.join(PRESETS)}.")
-    return {key: value for name in names for key, value in PRESETS[name].items()}
+    unknown = [name for name in presets if name not in PRESETS]
+    require(not unknown, f"There is no preset {', '.join(unknown)}; there are {', '.join(PRESETS)}.")
+    return {key: value for name in presets for key, value in PRESETS[name].items()}
 
 
 def preset(*names: str, **flags: Any) -> Args:
-    """Arguments from presets and flags, which win, for programs: `train(preset("ant", learning_rate=1e-4))`."""
-    return Args(**preset_values(*names) | flags)
-
-
-def saved_args(checkpoint: dict[str, Any], argv: list[str]) -> dict[str, Any]:
-    """The arguments in a checkpoint. A module that its env_id names is imported only if the user names it too."""
-    try:
-        values = {name: value for name, value in checkpoint["args"].items() if name in Args.__dataclass_fields__}
-        args = Args(**values | {"resume": False})
-        trusted = ":" not in args.env_id or args.env_id in argv
-    except (AttributeError, TypeError) as error:
-        raise UsageError(f"The arguments in the checkpoint are none of this script's ({error}).") from None
-    require(trusted, f"{args.env_id} imports a module: if you trust it, add --env-id {args.env_id}.")
-    return asdict(args)
+    """Arguments from presets and flags, which win, for programs: `train(preset("debug", seed=2))`."""
+    return Args(**layered(names) | flags)
 
 
 def parse_args(argv: list[str]) -> Args:
-    """Arguments from the presets after --configs, or from the run to --resume, and from flags, which win."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--configs", nargs="+", default=[])
-    configs, flags = parser.parse_known_args(argv)
-    first, _ = tyro.cli(RunArgs, args=flags, add_help=False, return_unknown_args=True)
-    values = saved_args(load(Path(first.logdir, "latest.pt")), flags) if first.resume and first.logdir else {}
-    values |= preset_values(*configs.configs)
+    """Arguments from the presets of --configs, or from the run to --resume, and from flags, which win."""
+    first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)
+    values = load(Path(first.logdir, "latest.pt"))["args"] if first.resume and first.logdir else {}
+    values = values | layered(first.configs)
     groups = RunArgs(), EnvironmentArgs(), PPOArgs()  # as --help shows them
     for group in groups:
         vars(group).update({name: values[name] for name in vars(group) & values.keys()})
@@ -827,34 +770,29 @@ def parse_args(argv: list[str]) -> Args:
     def parse(run: RunArgs = groups[0], environments: EnvironmentArgs = groups[1], ppo: PPOArgs = groups[2]) -> Args:
         return Args(**vars(run), **vars(environments), **vars(ppo))
 
-    presets = f"--configs NAME ... takes presets, in layers: {', '.join(PRESETS)}. Flags win over them."
-    return tyro.cli(parse, args=flags, description=f"{__doc__}\n{presets}", config=(tyro.conf.OmitArgPrefixes,))
+    description = f"{__doc__}\nPresets of --configs: {', '.join(PRESETS)}."
+    return tyro.cli(parse, args=argv, description=description, config=(tyro.conf.OmitArgPrefixes,))
 
 
 def main(argv: list[str]) -> int:
     """The command line. Returns the exit code: 2 for wrong arguments, 1 for a failure, 128 + n after signal n."""
-    signals: list[int] = []  # received: the first one ends a run after its update, a second one at once
+    signals: list[int] = []
 
     def receive(number: int, frame: Any) -> None:
-        if signals:
-            raise KeyboardInterrupt
-        signals.append(number)
+        signals.append(number)  # the run ends after its update; a second signal ends it at once:
+        signal.signal(number, signal.SIG_DFL)
 
     try:
         if argv[:1] == ["play"]:
             play(tyro.cli(PlayArgs, prog=f"{SCRIPT}.py play", args=argv[1:], description=play.__doc__))
             return 0
-        args = parse_args(argv[1:] if argv[:1] == ["train"] else argv)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as SIGHUP is under nohup
-                signal.signal(number, receive)
-        train(args, signals)
-        return 128 + signals[0] if signals else 0
-    except KeyboardInterrupt:
-        return 130
-    except (UsageError, MarioBackendError, OSError, FloatingPointError, WorkerError) as error:
+        signal.signal(signal.SIGINT, receive)
+        signal.signal(signal.SIGTERM, receive)
+        train(parse_args(argv[1:] if argv[:1] == ["train"] else argv), signals)
+    except (UsageError, OSError, FloatingPointError, WorkerError) as error:
         print("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
-        return 2 if isinstance(error, UsageError | MarioBackendError) else 1
+        return 2 if isinstance(error, UsageError) else 1
+    return 128 + signals[0] if signals else 0
 
 
 if __name__ == "__main__":

@@ -192,7 +192,7 @@ class CybORGEnv(gym.Env):
         """As `Cage2Env.render`, without decoys and red's actions, which CybORG does not tell cheaply."""
         if self.render_mode is None:
             raise ValueError('Construct the environment with render_mode="ansi" or "rgb_array" to render it.')
-        return render_ansi(self._seen) if self.render_mode == "ansi" else render_rgb(self._seen)
+        return render_rgb(self._seen) if self.render_mode == "rgb_array" else render_ansi(self._seen)
 
 
 def make_cyborg_vec_env(

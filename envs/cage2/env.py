@@ -68,6 +68,8 @@ class Cage2Env(gym.Env):
             raise ResetNeeded("Call reset() or set_state() before step(), and reset() again when an episode has ended.")
         if not self.action_space.contains(action):
             raise ValueError(f"The action must be a whole number in 0..{NUM_ACTIONS - 1}, but it is {action!r}.")
+        if self.render_mode == "human":
+            print(self.render(), flush=True)
         obs = np.empty((1, OBS_SIZE), np.float32)
         actions = np.array([action], np.int64)
         if draws is None:
@@ -104,4 +106,4 @@ class Cage2Env(gym.Env):
         """The game as text or as a picture (height, width, 3) uint8, in the constructor's `render_mode`."""
         if self.render_mode is None:
             raise ValueError('Construct the environment with render_mode="ansi" or "rgb_array" to render it.')
-        return render_ansi(self._states[0]) if self.render_mode == "ansi" else render_rgb(self._states[0])
+        return render_rgb(self._states[0]) if self.render_mode == "rgb_array" else render_ansi(self._states[0])

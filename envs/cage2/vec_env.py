@@ -14,7 +14,7 @@ from .render import describe_all, render_ansi, render_rgb
 from .scenario import NUM_ACTIONS, OBS_SIZE, RED_AGENTS
 from .state import CHANGING, FREE
 
-RENDER_MODES = ("ansi", "rgb_array")
+RENDER_MODES = ("ansi", "rgb_array", "human")
 TRUE_STATE = (
     "red_access", "red_sessions", "clearable", "decoys", "malware", "red_agent", "ot_up", "ot_known", "steps",
 )  # fmt: skip
@@ -80,7 +80,8 @@ class Cage2VecEnv(VectorEnv):
         max_steps: episode length.
         seed: environment n starts on the random stream of seed + n; None seeds from the operating system.
         state_in_info: put `describe`'s account of the true state in every info (for people; it takes time).
-        render_mode: what `render` returns for each environment: "ansi" text or "rgb_array" picture.
+        render_mode: what `render` returns for each environment: "ansi" text or "rgb_array" picture; "human" prints
+            the text before each step.
 
     Raises ValueError, in one sentence, on a setting, action, seed or state out of its range.
     """
@@ -88,7 +89,6 @@ class Cage2VecEnv(VectorEnv):
     metadata: dict[str, Any] = {
         "autoreset_mode": AutoresetMode.SAME_STEP,
         "render_modes": list(RENDER_MODES),
-        "render_fps": 4,
     }
 
     def __init__(
@@ -197,6 +197,8 @@ class Cage2VecEnv(VectorEnv):
         if actions.min() < 0 or actions.max() >= NUM_ACTIONS:
             n = int(np.flatnonzero((actions < 0) | (actions >= NUM_ACTIONS))[0])
             raise ValueError(f"The action of environment {n} is {actions[n]}, but must be in 0..{NUM_ACTIONS - 1}.")
+        if self.render_mode == "human":
+            print(*self.render(), sep="\n", flush=True)
         obs = np.empty((self.num_envs, OBS_SIZE), np.float32)
         actions = np.ascontiguousarray(actions, np.int64)
         red_agents = None
@@ -251,9 +253,9 @@ class Cage2VecEnv(VectorEnv):
         self._seeds = [-1] * self.num_envs
         self._needs_reset = not self._states["sessions"].any()  # in every game that has begun, Red has a foothold
 
-    def render(self) -> tuple[Any, ...] | None:
+    def render(self) -> tuple[Any, ...]:
         """A text or picture of every environment, in the constructor's `render_mode`."""
         if self.render_mode is None:
             raise ValueError('Construct the environment with render_mode="ansi" or "rgb_array" to render it.')
-        draw = render_ansi if self.render_mode == "ansi" else render_rgb
+        draw = render_rgb if self.render_mode == "rgb_array" else render_ansi
         return tuple(draw(state) for state in self._states)

@@ -1,0 +1,56 @@
+"""Films of an agent at play."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import PIL.Image
+from gymnasium.vector import VectorEnv, VectorWrapper
+
+
+class RecordGif(VectorWrapper):
+    """Writes a GIF of each episode of the first environment, whose `render_mode` must be "rgb_array".
+
+    The films lie in `folder` and carry the episode's number, return and length in their names; `prefix` goes before.
+    They have at most `max_frames` pictures of at most 320 pixels and `fps` (at most 50) pictures per second. They play
+    in real time where the metadata have a `render_fps`, for which pictures are left out, and at `fps` elsewhere.
+    """
+
+    def __init__(
+        self, env: VectorEnv, folder: Path | str, fps: int = 20, max_frames: int = 300, prefix: str = ""
+    ) -> None:
+        super().__init__(env)
+        self.folder, self.max_frames, self.prefix = Path(folder), max_frames, prefix
+        render_fps = env.metadata.get("render_fps", min(fps, 50))
+        self.every = max(1, math.ceil(render_fps / min(fps, 50)))
+        self.milliseconds = 1000 * self.every // render_fps
+        self.pictures: list[PIL.Image.Image] = []
+        self.episodes, self.episode_return, self.length = 0, 0.0, 0
+
+    def step(self, actions):
+        if self.length % self.every == 0 and len(self.pictures) < self.max_frames:
+            frames: Any = self.env.render()
+            self.pictures.append(PIL.Image.fromarray(frames[0]))
+            self.pictures[-1].thumbnail((320, 320))
+        obs, rewards, terminations, truncations, infos = self.env.step(actions)
+        self.episode_return, self.length = self.episode_return + float(rewards[0]), self.length + 1
+        if terminations[0] or truncations[0]:
+            self.save()
+        return obs, rewards, terminations, truncations, infos
+
+    def save(self) -> None:
+        """Write the film of the episode so far, print its path, and begin the next one."""
+        self.episodes += 1
+        name = f"{self.prefix}episode_{self.episodes:03d}_return_{self.episode_return:.0f}_steps_{self.length}.gif"
+        self.folder.mkdir(parents=True, exist_ok=True)
+        first, *others = self.pictures
+        first.save(self.folder / name, save_all=True, append_images=others, duration=self.milliseconds, loop=0)
+        print(self.folder / name, flush=True)
+        self.pictures, self.episode_return, self.length = [], 0.0, 0
+
+    def close(self, **kwargs) -> None:
+        if self.pictures:  # of an episode that was left before its end
+            self.save()
+        super().close(**kwargs)
