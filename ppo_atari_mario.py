@@ -139,7 +139,8 @@ RANGES = {  # lowest and highest values; None passes
     "frame_stack skip minibatch_growth": (1, 25),
     "noop_max": (0, 300),
     "sticky_action_probability": (0, 0.99),
-    "episodes gif_frames gif_fps": (1, 1e6),
+    "episodes gif_frames": (1, 1e6),
+    "gif_fps": (1, 50),
 }
 
 
@@ -270,6 +271,11 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     return advantages, advantages + values
 
 
+def normalize_advantages(advantages: Tensor, dim: int | None = None) -> Tensor:
+    """(A - mean) / (std + 1e-8), over all entries or along `dim`."""
+    return (advantages - advantages.mean(dim, keepdim=True)) / (advantages.std(dim, keepdim=True) + 1e-8)
+
+
 class Batch(NamedTuple):
     """Transitions to learn from; the first dimension of each tensor counts them."""
 
@@ -293,7 +299,7 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
     """
     (policy, values), advantages = agent(batch.obs), batch.advantages
     if args.norm_adv == "minibatch":
-        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)  # detail 7
+        advantages = normalize_advantages(advantages)  # detail 7
     log_ratio = policy.log_prob(batch.actions) - batch.log_probs
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
@@ -401,12 +407,17 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
-def average(x: Any) -> np.ndarray:
-    """The mean of an array over the processes of torchrun."""
+def crossed(step: int, advance: int, every: int) -> bool:
+    """Whether the last `advance` steps, which led to `step`, reached or passed a multiple of `every` (0: never)."""
+    return every > 0 and step // every > (step - advance) // every
+
+
+def add_up(x: Any) -> np.ndarray:
+    """The sum of an array over the processes of torchrun."""
     total = torch.tensor(x, dtype=torch.float64)
     if WORLD_SIZE > 1:
         dist.all_reduce(total)
-    return total.numpy() / WORLD_SIZE
+    return total.numpy()
 
 
 def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
@@ -507,8 +518,7 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             rewards, values, next_values, terminated, truncated, args.gamma, args.gae_lambda
         )
         if args.norm_adv in ("batch", "per_env"):
-            dim = 0 if args.norm_adv == "per_env" else (0, 1)
-            advantages = (advantages - advantages.mean(dim)) / (advantages.std(dim) + 1e-8)
+            advantages = normalize_advantages(advantages, dim=0 if args.norm_adv == "per_env" else None)
 
         # --- update ---------------------------------------------------------------------------------------------------
         batch = Batch(*(x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)))
@@ -535,9 +545,7 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         run.seconds += seconds
 
         # --- evaluate -------------------------------------------------------------------------------------------------
-        # steps come in whole batches: this is whether one of them was a multiple of eval_every
-        evaluating = args.eval_every > 0 and run.global_step % args.eval_every < args.batch_size
-        evaluating |= run.global_step >= all_steps
+        evaluating = run.global_step >= all_steps or crossed(run.global_step, args.batch_size, args.eval_every)
         scores: dict[str, tuple[float, ...]] = {}
         is_best = False
         if RANK == 0 and evaluating:
@@ -552,7 +560,7 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             run.best_return = max(run.best_return, run.mean_return)
 
         # --- log ------------------------------------------------------------------------------------------------------
-        stopping = bool(average(len(signals)) > 0)  # in all processes, if one received a signal
+        stopping = bool(add_up(len(signals)) > 0)  # in all processes, if one received a signal
         mean_return, mean_length, success_rate = np.mean(ended, axis=0).tolist() if ended else [math.nan] * 3
         if ended:
             run.training_return, run.training_success = mean_return, success_rate
@@ -588,10 +596,10 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
 
         # --- save -----------------------------------------------------------------------------------------------------
-        saving = args.save_every > 0 and run.global_step % args.save_every < args.batch_size
+        saving = crossed(run.global_step, args.batch_size, args.save_every)
         if RANK == 0 and (saving or evaluating or stopping or run.rollouts == 1):
-            state = {"format": FORMAT, "args": asdict(args), "run": vars(run), "agent": agent.state_dict(),
-                     "adam": adam, "envs": vec_env.get_state(), "obs": next_obs,
+            state = {"format": FORMAT, "args": asdict(args) | {"resume": False}, "run": vars(run), "adam": adam,
+                     "agent": agent.state_dict(), "envs": vec_env.get_state(), "obs": next_obs,
                      "generator": torch.get_rng_state()}  # fmt: skip
             if is_best:
                 save(logdir / "best.pt", state)
@@ -604,10 +612,11 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         writer.close()
         log.close()
         print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
-        runs = [json.loads(path.read_text()) for path in logdir.parent.glob("*/best.json")]
-        scores = {x["logdir"]: x["score"] for x in runs if x["problem"] == args.env_id}
-        best_run = max(scores, key=scores.__getitem__, default="")
-        print(f"best of {len(scores)} runs of {args.env_id}: {scores.get(best_run, math.nan):.2f}, {best_run}")
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged best.json costs no more than this line
+            runs = [json.loads(path.read_text()) for path in logdir.parent.glob("*/best.json")]
+            scores = {x["logdir"]: x["score"] for x in runs if x["problem"] == args.env_id}
+            best_run = max(scores, key=scores.__getitem__)
+            print(f"best of {len(scores)} runs of {args.env_id}: {scores[best_run]:.2f}, {best_run}")
         if stopping:
             print(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
     return {"logdir": str(logdir), **vars(run)}
@@ -619,8 +628,10 @@ def open_run(args: Args, checkpoint: dict[str, Any] | None, vec_env: Any) -> tup
     is locked against other runs, and TensorBoard's writer. Of torchrun's processes, the first does all this."""
     if RANK > 0:
         return Path(), None, None
-    name = f"{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    logdir = Path(args.logdir or f"runs/{name.replace('/', '_').replace(':', '_')}")
+    task = args.env_id.replace("/", "_").replace(":", "_")
+    name = f"{task}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
+    same_second = len(list(Path("runs").glob(f"{name}*")))
+    logdir = Path(args.logdir or f"runs/{name}" + same_second * f"_{same_second}")
     logdir.mkdir(parents=True, exist_ok=True)
     log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
     try:
@@ -680,18 +691,17 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint; nothing in it is executed. Raises OSError for a file that is missing or damaged, UsageError
-    for one that is not this script's, or whose env_id names a module which the command line does not."""
+    """Read a checkpoint; nothing in it is executed. Raises OSError for a file that is missing, damaged or of another
+    script, UsageError for one whose env_id names a module that the command line does not."""
     try:
         with zipfile.ZipFile(path) as archive:
-            intact = archive.testzip() is None  # checks the sums, at which torch does not look
+            require(archive.testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
-        known = {name: x for name, x in state["args"].items() if name in Args.__dataclass_fields__}
-        state["args"] = known | {"resume": False}
-        fits, env_id = intact and state["format"] == FORMAT, Args(**state["args"]).env_id
+        require(state["format"] == FORMAT, "another format")
+        state["args"] = {name: x for name, x in state["args"].items() if name in Args.__dataclass_fields__}
+        env_id = Args(**state["args"]).env_id
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
-        raise OSError(f"{path} is missing, damaged or no checkpoint ({type(error).__name__}).") from None
-    require(fits, f"{path} is damaged or no checkpoint of {SCRIPT}.py, whose format is {FORMAT}.")
+        raise OSError(f"{path} is missing, damaged or no checkpoint of format {FORMAT} ({error!r:.80}).") from None
     trusted = ":" not in env_id or env_id in sys.argv or env_id.split(":")[0] in sys.modules
     require(trusted, f"{path} imports the module of {env_id}: if you trust it, add --env-id {env_id}.")
     return state
@@ -755,7 +765,7 @@ def layered(presets: Sequence[str]) -> dict[str, Any]:
 
 def preset(*names: str, **flags: Any) -> Args:
     """Arguments from presets and flags, which win, for programs: `train(preset("debug", seed=2))`."""
-    return Args(**layered(names) | flags)
+    return Args(configs=names, **layered(names) | flags)
 
 
 def parse_args(argv: list[str]) -> Args:
@@ -789,9 +799,9 @@ def main(argv: list[str]) -> int:
         signal.signal(signal.SIGINT, receive)
         signal.signal(signal.SIGTERM, receive)
         train(parse_args(argv[1:] if argv[:1] == ["train"] else argv), signals)
-    except (UsageError, OSError, FloatingPointError, WorkerError) as error:
+    except (UsageError, ImportError, OSError, FloatingPointError, WorkerError) as error:
         print("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
-        return 2 if isinstance(error, UsageError) else 1
+        return 2 if isinstance(error, UsageError | ImportError) else 1
     return 128 + signals[0] if signals else 0
 
 

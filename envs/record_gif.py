@@ -14,7 +14,7 @@ class RecordGif(VectorWrapper):
     """Writes a GIF of each episode of the first environment, whose `render_mode` must be "rgb_array".
 
     The films lie in `folder` and carry the episode's number, return and length in their names; `prefix` goes before.
-    They have at most `max_frames` pictures of at most 320 pixels and `fps` (at most 50) pictures per second. They play
+    They have at most `max_frames` pictures of at most 320 pixels and `fps` pictures per second, at most 50. They play
     in real time where the metadata have a `render_fps`, for which pictures are left out, and at `fps` elsewhere.
     """
 
@@ -23,8 +23,8 @@ class RecordGif(VectorWrapper):
     ) -> None:
         super().__init__(env)
         self.folder, self.max_frames, self.prefix = Path(folder), max_frames, prefix
-        render_fps = env.metadata.get("render_fps", min(fps, 50))
-        self.every = max(1, math.ceil(render_fps / min(fps, 50)))
+        render_fps = env.metadata.get("render_fps", fps)
+        self.every = max(1, math.ceil(render_fps / fps))
         self.milliseconds = 1000 * self.every // render_fps
         self.pictures: list[PIL.Image.Image] = []
         self.episodes, self.episode_return, self.length = 0, 0.0, 0

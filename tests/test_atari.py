@@ -263,7 +263,7 @@ def test_a_run_learns_from_signs_and_reports_points(
     values = {"env_id": "ALE/Phoenix-v5", "sign_reward": sign_reward, "num_steps": 12, "total_timesteps": 24}
     mario.train(tiny(mario, tmp_path / "run", **values))
     assert rollouts[0]["rewards"].sum(0).tolist() == ([1, 1] if sign_reward else [20, 20])
-    points = mario.load(tmp_path / "run" / "latest.pt")["processes"][0]["envs"]["returns"]
+    points = mario.load(tmp_path / "run" / "latest.pt")["envs"]["returns"]
     assert points.tolist() == [20, 20]
     assert columns(tmp_path / "run")["eval/mean_return"][-1] == 20
     assert (tmp_path / "run" / "best.pt").exists()

@@ -48,7 +48,7 @@ def assert_same_run(broken: Path, unbroken: Path) -> None:
         states = [torch.load(logdir / name, weights_only=True) for logdir in (broken, unbroken)]
         for state in states:
             del state["args"], state["run"]["seconds"], state["run"]["csv_size"]  # which the column of times sways
-            drop_derived(state["processes"])
+            drop_derived(state["envs"])
         assert_same(*states, where=name)
     scores = [json.loads((logdir / "best.json").read_text()) | {"logdir": ""} for logdir in (broken, unbroken)]
     assert_same(*scores, where="best.json")
@@ -253,9 +253,7 @@ def test_other_numbers_of_environments_begin_new_episodes(run_tiny: Run, capsys:
     first = run_tiny()
     result = run_tiny(logdir=first["logdir"], resume=True, num_envs=8, total_timesteps=192 + 128)
     assert result["global_step"] == 320
-    out = capsys.readouterr().out
-    assert "--num-envs is 8 from now on; it was 4." in out
-    assert "new episodes begin" in out
+    assert "--num-envs is 8 from now on; it was 4." in capsys.readouterr().out
 
 
 FLAGS = (
@@ -281,9 +279,7 @@ def test_the_command_line_takes_the_arguments_from_the_run(run_main: Any, tmp_pa
 # ---- signals --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)], ids=lambda x: str(int(x))
-)
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=lambda x: str(int(x)))
 @pytest.mark.parametrize("eval_every", [0, 64])
 def test_a_signal_ends_the_run_cleanly_and_it_can_go_on(
     continuous: ModuleType, tmp_path: Path, signum: int, code: int, eval_every: int
@@ -347,11 +343,11 @@ def test_a_second_interrupt_stops_at_once(continuous: ModuleType, tmp_path: Path
     time.sleep(0.5)  # the first one waits for the update to be finished
     assert os.waitpid(pid, os.WNOHANG) == (0, 0)
     os.kill(pid, signal.SIGINT)
-    assert wait(pid) == 130, output.read_text()
+    assert wait(pid) == -signal.SIGINT, output.read_text()
     assert "Traceback" not in output.read_text()
 
 
 def test_a_program_gets_its_own_handlers_back(run_tiny: Run) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     run_tiny(total_timesteps=64)
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

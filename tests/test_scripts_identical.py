@@ -30,11 +30,9 @@ DIFFERENT = {
     "make_envs": "each domain has its own wrappers of vectors",
     "evaluate": "success, and games of several lengths, are measured differently",
     "train": "what is stored, logged and annealed",
-    "best_of_all_runs": "a workflow is a problem of its own",
     "load_policy": "robots' observations are normalised",
     "PlayArgs": "each domain shows something else",
     "play": "each domain shows something else",
-    "preset": "the example in its docstring",
     "main": "one script can search too",
 }
 
