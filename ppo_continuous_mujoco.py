@@ -160,6 +160,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "halfcheetah": {"gamma": 0.98, "gae_lambda": 0.92, "vf_coef": 0.25, "log_std_init": -1.0},
     "ant": {"env_id": "Ant-v5", "gae_lambda": 0.8, "num_envs": 8, "num_minibatches": 8, "update_epochs": 5,
             "learning_rate": 2e-4, "norm_adv": "none", "vf_coef": 0.25, "log_std_init": -1.0},
+    "standup": {"env_id": "HumanoidStandup-v5", "num_envs": 8, "num_minibatches": 8, "update_epochs": 5,
+                "norm_adv": "none", "vf_coef": 0.25, "log_std_init": -1.0},
     "hopper": {"env_id": "Hopper-v5", "update_epochs": 5, "norm_adv": "none", "vf_coef": 0.25, "log_std_init": -0.5},
     "walker": {"env_id": "Walker2d-v5", "norm_adv": "none", "vf_coef": 0.25, "log_std_init": -0.5},
     "swimmer": {"env_id": "Swimmer-v5", "gamma": 0.9999, "gae_lambda": 0.98, "num_envs": 4, "num_steps": 1024,

@@ -489,6 +489,9 @@ def test_every_metric_of_a_script_is_explained_and_none_that_is_gone() -> None:
     for script in SCRIPTS:
         text = (ROOT / script).read_text()
         logged |= set(re.findall(r'"((?:train|rollout|eval|counters|time)/\w+)"', text))
+        counters = re.search(r"counters = (\(.*\))", text)
+        assert counters is not None
+        logged |= {f"counters/{name}" for name in re.findall(r'"(\w+)"', counters[1])}
         losses = re.search(r"    metrics = \{(.*?)\n    \}", text, re.DOTALL)
         assert losses is not None
         logged |= {f"train/{name}" for name in re.findall(r'^\s+"(\w+)":', losses[1], re.MULTILINE)}
