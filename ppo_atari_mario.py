@@ -649,9 +649,11 @@ def open_run(args: Args, checkpoint: dict[str, Any] | None, vec_env: Any) -> tup
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
     (logdir / "config.json").write_text(json.dumps(config, indent=1))
-    print(f"{args.num_updates} updates of {args.num_envs} environments ({type(vec_env.unwrapped).__name__}) x "
-          f"{args.num_steps} steps, {args.update_epochs} epochs x {args.num_minibatches} minibatches: {logdir}"
-          f"{args.compile * '. The first update compiles, which takes 10 to 30 s.'}", flush=True)  # fmt: skip
+    stepping = type(vec_env.unwrapped).__name__
+    print(f"{args.num_updates} updates of {args.num_envs} environments ({stepping}) x {args.num_steps} steps, "
+          f"{args.update_epochs} epochs x {args.num_minibatches} minibatches: {logdir}")  # fmt: skip
+    if args.compile:
+        print("The first update compiles the gradient steps, which takes 10 to 30 s.", flush=True)
     if args.track is not None:
         import wandb
 
