@@ -118,18 +118,9 @@ def four_envs(kind: str = "none", place: str = "nowhere", once: Path | None = No
 # ---- what is left -----------------------------------------------------------------------------------------------
 
 
-def children() -> set[int]:
-    """The living children of this process, but for those that serve multiprocessing itself."""
-    found = {int(pid) for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()}
-    servers = (b"resource_tracker", b"forkserver")
-    return {pid for pid in found if is_alive(pid) and not any(s in cmdline(pid) for s in servers)}
-
-
-def cmdline(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+def workers() -> set[str]:
+    """The names of our living workers."""
+    return {child.name for child in multiprocessing.active_children() if child.name.startswith("SubprocVecEnv")}
 
 
 def is_alive(pid: int) -> bool:
@@ -163,9 +154,9 @@ def close_in_time(envs: SubprocVecEnv) -> None:
     assert are_dead(pids, 0.1)
 
 
-def in_dev_shm() -> list[str]:
+def in_dev_shm() -> set[str]:
     """The semaphores with our prefix. Arrays are in a file without a name; other processes' names are not our doing."""
-    return [name for name in os.listdir("/dev/shm") if name.startswith(f"sem.{SEMAPHORES}-")]
+    return {name for name in os.listdir("/dev/shm") if name.startswith(f"sem.{SEMAPHORES}-")}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -181,20 +172,16 @@ def what_other_tests_left_is_frozen() -> Iterator[None]:
 def nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """After each test, no worker and no shared memory is left."""
     monkeypatch.setitem(multiprocessing.current_process()._config, "semprefix", f"/{SEMAPHORES}")
-    workers_before = children()
+    before = workers() | in_dev_shm()
     yield
     gc.collect()
-    assert are_dead(children() - workers_before)
-    assert becomes_true(lambda: not in_dev_shm(), 2.0), in_dev_shm()
+    assert becomes_true(lambda: workers() | in_dev_shm() <= before, 2.0), workers() | in_dev_shm()
 
 
 def test_what_is_left_would_be_seen() -> None:
     envs = SubprocVecEnv([CountEnv] * 2, 2, context="forkserver")
-    forked = SubprocVecEnv([CountEnv] * 2, 2, context="fork")
-    assert len(in_dev_shm()) == 4  # two for each worker, until it is closed; fork needs no names
-    assert children() == set(pids_of(forked))
+    assert (len(workers()), len(in_dev_shm())) == (2, 4)  # two semaphores each; under fork they have no names
     envs.close()
-    forked.close()
 
 
 # ---- faults of one environment ----------------------------------------------------------------------------------
@@ -359,16 +346,6 @@ def test_a_lost_worker_is_not_blamed_on_what_another_one_answered_before(tmp_pat
     envs.close(terminate=True)
 
 
-def test_an_argument_that_cannot_be_pickled_changes_nothing() -> None:
-    envs = four_envs()
-    envs.reset()
-    for _ in range(3):
-        with pytest.raises(Exception, match=r"(?i)pickle"):
-            envs.set_attr("limit", lambda: 50)
-        assert envs.step([1, 2, 3, 4])[1].tolist() == [1, 2, 3, 4]
-    close_in_time(envs)
-
-
 # ---- close ------------------------------------------------------------------------------------------------------
 
 
@@ -418,6 +395,15 @@ def test_a_constructor_that_raises_waits_for_no_other_and_all_that_were_made_are
     assert (tmp_path / "closed").exists()
 
 
+def test_a_full_dev_shm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: Any, **__: Any) -> Any:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", no_room)
+    with pytest.raises(OSError, match="/dev/shm is full"):
+        SubprocVecEnv([CountEnv] * 2, 2)
+
+
 def test_too_few_file_descriptors_are_named() -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 20, limits[1]))
@@ -426,15 +412,6 @@ def test_too_few_file_descriptors_are_named() -> None:
             SubprocVecEnv([CountEnv] * 16, 16, context="fork")
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-
-
-def test_a_full_dev_shm_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room(*_: Any, **__: Any) -> Any:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", no_room)
-    with pytest.raises(OSError, match="/dev/shm is full"):
-        SubprocVecEnv([CountEnv] * 2, 2)
 
 
 @pytest.mark.parametrize("closed", [True, False])
@@ -502,35 +479,30 @@ def start_script(tmp_path: Path, body: str, env: str = "CountEnv", context: str 
     return process, pids
 
 
-@pytest.mark.parametrize(("context", "busy"), [("fork", False), ("fork", True), ("forkserver", True), ("spawn", True)])
-def test_no_worker_outlives_a_parent_that_is_killed(tmp_path: Path, context: str, busy: bool) -> None:
-    body = "envs.step_async([0] * 6)\ntime.sleep(60)" if busy else "time.sleep(60)"
-    process, pids = start_script(tmp_path, body, "HANGS_IN_C" if busy else "CountEnv", context)
-    assert not are_dead(pids[:1], 0.3)
+FORK = "child = os.fork()\nif child == 0:\n    os.close(1); os.close(2); time.sleep(60); os._exit(0)\n"
+SCRIPTS = {
+    "idle": ("CountEnv", ""),
+    "busy": ("HANGS_IN_C", "envs.step_async([0] * 6)\n"),
+    "with a child": ("CountEnv", FORK),  # which has inherited all that the parent held open, and lives on
+}
+
+
+@pytest.mark.parametrize("context", CONTEXTS)
+@pytest.mark.parametrize("doing", SCRIPTS)
+def test_no_worker_outlives_a_parent_that_is_killed(tmp_path: Path, context: str, doing: str) -> None:
+    env, body = SCRIPTS[doing]
+    body = "child = None\n" + body + "print(child, flush=True)\ntime.sleep(60)"
+    process, pids = start_script(tmp_path, body, env, context)
+    child = process.stdout.readline()
+    assert all(map(is_alive, pids))
     process.kill()
     assert are_dead(pids)
-    process.communicate(timeout=10)  # and none of its children holds its output open
+    if doing == "with a child":  # multiprocessing's tracker of shared memory, an heir of stderr, waits for that
+        os.kill(int(child), signal.SIGKILL)
+    process.communicate(timeout=10)  # none of its children holds its output open
 
 
-@pytest.mark.parametrize("context", CONTEXTS[:2])
-def test_a_process_that_the_parent_forked_keeps_no_worker_alive(tmp_path: Path, context: str) -> None:
-    body = (
-        "child = os.fork()\n"
-        "if child == 0:\n"
-        "    os.close(1); os.close(2); time.sleep(60); os._exit(0)\n"
-        "print(child, flush=True)\n"
-        "time.sleep(60)"
-    )
-    process, pids = start_script(tmp_path, body, context=context)
-    child = int(process.stdout.readline())
-    process.kill()
-    assert are_dead(pids, 2.5)
-    assert is_alive(child)
-    os.kill(child, signal.SIGKILL)  # which multiprocessing's tracker of shared memory, an heir of stderr, waits for
-    process.communicate(timeout=10)
-
-
-def test_signals_to_the_whole_group_are_the_parents_to_handle(tmp_path: Path) -> None:
+def test_signals_to_the_group_are_the_parents_to_handle_and_a_script_that_forgets_to_close_ends(tmp_path: Path) -> None:
     body = (
         "seen = []\n"
         "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):\n"
@@ -543,34 +515,25 @@ def test_signals_to_the_whole_group_are_the_parents_to_handle(tmp_path: Path) ->
         "for _ in range(100):\n"
         "    envs.step([0] * 6)\n"
         "print('limits', *envs.get_attr('limit'), flush=True)\n"
-        "envs.close()\n"
     )
     process, pids = start_script(tmp_path, body)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         assert process.stdout.readline() in ("ready\n", "seen\n")
         os.killpg(process.pid, number)
-    output, errors = process.communicate(timeout=10)
-    assert output == "seen\nlimits 3 3 3 3 3 3\n", errors
-    assert (process.returncode, errors) == (0, "")
+    output, errors = process.communicate(timeout=20)  # generous: the machine may be busy
+    assert (output, errors, process.returncode) == ("seen\nlimits 3 3 3 3 3 3\n", "", 0)
     assert are_dead(pids)
 
 
-@pytest.mark.parametrize("env", ["CountEnv", "HANGS_IN_C"])
-def test_ctrl_c_that_nobody_handles_ends_everything_in_time(tmp_path: Path, env: str) -> None:
-    process, pids = start_script(tmp_path, "while True:\n    envs.step([0] * 6)", env)
+@pytest.mark.parametrize(("env", "context"), [("CountEnv", "forkserver"), ("HANGS_IN_C", "fork")])
+def test_ctrl_c_that_nobody_handles_ends_everything_in_time(tmp_path: Path, env: str, context: str) -> None:
+    process, pids = start_script(tmp_path, "while True:\n    envs.step([0] * 6)", env, context)
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=20)  # generous: the machine may be busy
     # Only the parent reports it. The interrupted line may itself have been handling an error, which is then shown too.
     assert [line for line in errors.splitlines() if not line.startswith(" ")].count("KeyboardInterrupt") == 1, errors
     assert errors.rstrip().endswith("KeyboardInterrupt")
-    assert are_dead(pids)
-
-
-def test_a_script_that_forgets_to_close_ends_at_once_and_leaves_nothing(tmp_path: Path) -> None:
-    process, pids = start_script(tmp_path, "envs.step([0] * 6)", context="forkserver")
-    _, errors = process.communicate(timeout=20)
-    assert (process.returncode, errors) == (0, "")
     assert are_dead(pids)
 
 
@@ -644,7 +607,7 @@ def test_a_replacement_ends_its_episodes_even_if_the_wait_for_others_timed_out(t
     envs = SubprocVecEnv(env_fns, 2, on_worker_failure="restart", autoreset_mode="SameStep")
     envs.reset(seed=10)
     envs.step_async([1, 2])
-    with pytest.raises(multiprocessing.TimeoutError):
+    with pytest.raises(multiprocessing.TimeoutError, match=r"`step_wait` has timed out after 0.2 second"):
         envs.step_wait(timeout=0.2)
     gate.touch()
     _, rewards, _, truncations, infos = envs.step_wait()
@@ -761,20 +724,18 @@ def soak(seconds: float, seconds_between_kills: float, min_restarts: int) -> Non
             restarted = infos.get("worker_restarted", np.zeros(num_envs, bool))
             for n in range(num_envs):
                 led_to = infos["final_obs"][n] if terminations[n] or truncations[n] else following[n]
+                index, pid, episode, count, _ = observations[n]
                 if restarted[n]:
-                    assert (truncations[n], terminations[n], rewards[n]) == (True, False, 0)
+                    assert (rewards[n], terminations[n], truncations[n]) == (0, False, True)
                     assert led_to.tolist() == observations[n].tolist()
                     assert following[n][[0, 3, 4]].tolist() == [n, 0, -1]
-                    assert following[n][1] != observations[n][1]
-                else:
-                    index, pid, episode, count, _ = observations[n]
-                    assert led_to.tolist() == [index, pid, episode, count + 1, actions[n]]
-                    assert (truncations[n], terminations[n]) == (False, (count + 1) % (11 + n) == 0)
-                    assert rewards[n] == actions[n] / 7
-                    if terminations[n]:
-                        assert following[n].tolist() == [n, pid, episode + 1, 0, -1]
-                    else:
-                        assert infos["count"][n] == count + 1
+                    assert following[n][1] != pid
+                    continue
+                ends = (count + 1) % (11 + n) == 0
+                assert (rewards[n], terminations[n], truncations[n]) == (actions[n] / 7, ends, False)
+                assert led_to.tolist() == [index, pid, episode, count + 1, actions[n]]
+                assert not ends or following[n].tolist() == [n, pid, episode + 1, 0, -1]
+                assert ends or infos["count"][n] == count + 1
             observations, restarts = following, restarts + int(restarted.any())
             if restarts == 3 and not descriptors:  # everything has been made once by now
                 descriptors = len(os.listdir("/proc/self/fd"))
@@ -785,7 +746,7 @@ def soak(seconds: float, seconds_between_kills: float, min_restarts: int) -> Non
     assert restarts >= min_restarts > 3
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss <= memory + 30_000  # KB
-    assert len(children()) <= 3
+    assert len(workers()) == 3
     close_in_time(envs)
 
 

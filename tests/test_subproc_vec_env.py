@@ -6,8 +6,6 @@ import multiprocessing
 import re
 import subprocess
 import sys
-import time
-from collections import deque
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -48,26 +46,6 @@ class EchoEnv(gym.Env):
         return action, 0.0, False, False, {}
 
 
-class ReusingEnv(gym.Env):
-    """Counts its steps in one array and one dict for ever, in episodes of three steps."""
-
-    observation_space = UNIT
-    action_space = Discrete(2)
-
-    def __init__(self) -> None:
-        self.observation, self.info = np.zeros(2, np.float32), {"steps": [0]}
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        super().reset(seed=seed)
-        self.observation[:] = self.info["steps"][0] = 0
-        return self.observation, self.info
-
-    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
-        self.observation += 1
-        self.info["steps"][0] += 1
-        return self.observation, 0.0, False, bool(self.observation[0] == 3), self.info
-
-
 class CountEnv(gym.Env):
     """Observes how many steps it has made; its episodes end after `limit` of them; its reward is the action."""
 
@@ -86,6 +64,26 @@ class CountEnv(gym.Env):
     def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
         self.count += 1
         return self.count, float(action), self.count >= self.limit, False, {}
+
+
+class ReusingEnv(CountEnv):
+    """Counts its steps in one array and one dict for ever."""
+
+    observation_space = UNIT
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.observation, self.info = np.zeros(2, np.float32), {"steps": [0]}
+
+    def reset(self, **kwargs: Any) -> Any:
+        super().reset(**kwargs)
+        self.observation[:] = self.info["steps"][0] = 0
+        return self.observation, self.info
+
+    def step(self, action: int) -> Any:
+        _, *result, _ = super().step(action)
+        self.observation[:] = self.info["steps"][0] = self.count
+        return self.observation, *result, self.info
 
 
 class NoiseEnv(gym.Env):
@@ -153,13 +151,12 @@ def assert_same(first: Any, second: Any) -> None:
 
 # ---- the same as SyncVectorEnv ----------------------------------------------------------------------------------
 
+HALF_CHEETAH = partial(gym.make, "HalfCheetah-v5", max_episode_steps=7)
+ENVS = [partial(gym.make, "CartPole-v1"), HALF_CHEETAH, NoiseEnv, InfoEnv]
+
 
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
-@pytest.mark.parametrize(
-    "env",
-    [partial(gym.make, "CartPole-v1"), NoiseEnv, InfoEnv],
-    ids=["CartPole", "NoiseEnv", "InfoEnv"],
-)
+@pytest.mark.parametrize("env", ENVS, ids=["CartPole", "HalfCheetah", "NoiseEnv", "InfoEnv"])
 def test_equals_sync_vector_env_bit_for_bit(env: Any, mode: AutoresetMode) -> None:
     with_processes, reference = make(5, env, autoreset_mode=mode), SyncVectorEnv([env] * 5, autoreset_mode=mode)
     assert with_processes.metadata == reference.metadata
@@ -179,18 +176,13 @@ def test_results_do_not_depend_on_processes(context: str, num_workers: int) -> N
     envs.close()
 
 
-def test_mujoco_infos_and_time_limits_equal_those_of_sync_vector_env() -> None:
-    env = partial(gym.make, "HalfCheetah-v5", max_episode_steps=7)
-    envs, reference = make(3, env, autoreset_mode="SameStep"), SyncVectorEnv([env] * 3, autoreset_mode="SameStep")
-    assert_same(envs.reset(seed=0), reference.reset(seed=0))
-    ours, theirs = random_steps(envs, 20), random_steps(reference, 20)
-    assert_same(ours, theirs)
-    for (*_, our_infos), (*_, their_infos) in zip(ours, theirs, strict=True):
-        assert {key: value.dtype for key, value in our_infos.items() if isinstance(value, np.ndarray)} == {
-            key: value.dtype for key, value in their_infos.items() if isinstance(value, np.ndarray)
-        }
-    assert sum("final_obs" in infos for *_, infos in ours) == 2
-    assert all(worker.results == [] for worker in envs._pool.workers)  # nothing of the last step was pickled
+def test_infos_of_mujoco_are_not_pickled() -> None:
+    envs = make(3, HALF_CHEETAH)
+    envs.reset()
+    for _ in range(3):
+        *_, infos = envs.step(envs.action_space.sample())
+    assert infos["_x_position"].all()
+    assert all(worker.results == [] for worker in envs._pool.workers)
     envs.close()
 
 
@@ -285,9 +277,9 @@ def test_a_reset_that_fills_the_same_arrays_again_leaves_the_final_ones_alone() 
     envs = SubprocVecEnv([ReusingEnv] * 2, autoreset_mode=AutoresetMode.SAME_STEP, context="fork")
     envs.reset()
     for _ in range(3):
-        obs, _, _, truncated, infos = envs.step([0, 0])
+        obs, _, terminated, _, infos = envs.step([0, 0])
     envs.close()
-    assert truncated.all()
+    assert terminated.all()
     assert (obs == 0).all()
     assert np.array_equal(np.stack(infos["final_obs"]), np.full((2, 2), 3))
     assert [steps for (steps,) in infos["final_info"]["steps"]] == [3, 3]
@@ -316,15 +308,15 @@ def test_bad_reset_masks_are_refused(mask: Any, error: type[Exception]) -> None:
 # ---- arguments --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("num_envs", "num_workers", "limit"), [(1, 1, None), (5, 2, 5), (7, 3, None), (4, 9, 2)])
-def test_environments_are_dealt_evenly_and_in_order(num_envs: int, num_workers: int, limit: int | None) -> None:
+@pytest.mark.parametrize(
+    ("num_envs", "num_workers", "limit", "sizes"),
+    [(1, 1, None, [1]), (5, 2, 5, [2, 3]), (7, 3, None, [2, 2, 3]), (4, 9, 2, [2, 2]), (2, 9, None, [1, 1])],
+)
+def test_environments_are_dealt_evenly_and_in_order(num_envs: int, num_workers: int, limit: Any, sizes: Any) -> None:
     env_fns = [partial(CountEnv, limit) for limit in range(1, num_envs + 1)]
     envs = SubprocVecEnv(env_fns, num_workers, max_concurrency=limit)
-    assert envs.num_workers == min(num_envs, num_workers, limit or num_envs)
+    assert [len(worker.env_indices) for worker in envs._pool.workers] == sizes
     assert envs.get_attr("limit") == tuple(range(1, num_envs + 1))
-    sizes = [len(worker.env_indices) for worker in envs._pool.workers]
-    assert sum(sizes) == num_envs
-    assert max(sizes) - min(sizes) <= 1
     envs.close()
 
 
@@ -368,7 +360,6 @@ BAD_ACTIONS = [
     (NESTED, {"a": np.zeros((2, 2))}, "'b'"),
     (NESTED, np.zeros((2, 2)), "indices|index"),
     (NESTED, {"a": np.zeros((2, 2)), "b": np.zeros(2)}, "expected an array of shape"),
-    *[(space, np.array([too_much] * 2), r"-?\d+ does not fit u?int\d+") for space, _, too_much in INTEGERS],
 ]
 
 
@@ -383,10 +374,12 @@ def test_bad_actions_are_refused_and_do_no_harm(space: gym.Space, actions: Any, 
     envs.close()
 
 
-@pytest.mark.parametrize(("space", "fits"), [case[:2] for case in INTEGERS], ids=str)
-def test_integer_actions_of_another_type_arrive_if_they_fit(space: gym.Space, fits: Any) -> None:
+@pytest.mark.parametrize(("space", "fits", "too_much"), INTEGERS)
+def test_integer_actions_of_another_type_arrive_if_they_fit(space: gym.Space, fits: Any, too_much: Any) -> None:
     envs = make(2, partial(EchoEnv, space))
     envs.reset()
+    with pytest.raises(TypeError, match=r"-?\d+ does not fit u?int\d+"):
+        envs.step(np.array([too_much] * 2))
     assert envs.step(np.array([fits] * 2))[0].tolist() == [fits] * 2
     envs.close()
 
@@ -440,6 +433,8 @@ def test_calls_attributes_and_rendering() -> None:
         envs.set_attr("gravity", [1, 2])
     with pytest.raises(ValueError, match="length must match num_envs=3 but got length=2"):
         envs.reset(seed=[1, 2])
+    with pytest.raises(Exception, match=r"(?i)pickle"):
+        envs.set_attr("gravity", lambda: 9.81)
     with pytest.raises(AttributeError, match="no_such_thing"):
         envs.get_attr("no_such_thing")
     with pytest.raises(ValueError, match="use `step` directly"):
@@ -454,24 +449,14 @@ def test_calls_attributes_and_rendering() -> None:
 class OptionsEnv(CountEnv):
     """Changes what it is given."""
 
-    items: Any = None
-
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[int, dict]:
         assert options is not None
         return options.pop("start"), {}
-
-    def more(self, items: Any = None) -> int:
-        items = self.items if items is None else items
-        items.append(1)
-        return len(items)
 
 
 def test_environments_share_no_arguments() -> None:
     envs = make(4, OptionsEnv)
     assert envs.reset(options={"start": 5})[0].tolist() == [5, 5, 5, 5]
-    assert envs.call("more", []) == (1, 1, 1, 1)
-    envs.set_attr("items", deque())
-    assert envs.call("more") == (1, 1, 1, 1)
     envs.close()
 
 
@@ -510,26 +495,6 @@ class PaintEnv(CountEnv):
         return np.full((4, 4, 3), self.gravity)
 
 
-class SlowEnv(CountEnv):
-    """Takes its time for a step."""
-
-    def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
-        time.sleep(0.3)
-        return super().step(action)
-
-
-def test_a_step_that_timed_out_stays_pending_and_can_be_waited_for_again() -> None:
-    envs = make(3, SlowEnv)
-    envs.reset()
-    envs.step_async([1, 2, 3])
-    with pytest.raises(multiprocessing.TimeoutError, match=r"timed out after 0.1 second"):
-        envs.step_wait(timeout=0.1)
-    observations, rewards, *_ = envs.step_wait(timeout=5)
-    assert observations.tolist() == [1, 1, 1]
-    assert rewards.tolist() == [1, 2, 3]
-    envs.close(terminate=True)
-
-
 # ---- states -----------------------------------------------------------------------------------------------------
 
 
@@ -544,7 +509,6 @@ def test_a_restored_state_continues_bit_for_bit_with_another_number_of_workers(m
     first.reset(seed=1)
     random_steps(first, 10)
     state = first.get_state()
-    assert_plain(state)
     some = {"reset_mask": np.array([True, False, False, True, False])}
 
     def go_on(envs: SubprocVecEnv) -> list[tuple]:
@@ -565,42 +529,9 @@ def test_a_restored_state_continues_bit_for_bit_with_another_number_of_workers(m
     second.close()
 
 
-def assert_plain(state: Any) -> None:
-    """What `torch.load(weights_only=True)` and JSON-minded readers accept."""
-    if isinstance(state, dict):
-        assert all(isinstance(key, str) for key in state)
-        for value in state.values():
-            assert_plain(value)
-    elif isinstance(state, list):
-        for value in state:
-            assert_plain(value)
-    else:
-        assert state is None or type(state) in (int, float, bool, str, np.ndarray), type(state)
-
-
 # ---- the footprint ----------------------------------------------------------------------------------------------
 
 
-def test_workers_do_not_import_torch(tmp_path: Path) -> None:
-    script = tmp_path / "main.py"
-    script.write_text(
-        "import sys\n"
-        "from tests.test_subproc_vec_env import ModulesEnv\n"
-        "from envs.subproc_vec_env import SubprocVecEnv\n"
-        "if __name__ == '__main__':\n"
-        "    envs = SubprocVecEnv([ModulesEnv] * 2, 2, context='spawn')\n"
-        "    print('torch' in sys.modules, *envs.call('has_torch'))\n"
-        "    envs.close()\n"
-    )
-    root = Path(__file__).parent.parent
-    done = subprocess.run(
-        [sys.executable, script], cwd=root, env={"PYTHONPATH": str(root)}, capture_output=True, text=True, timeout=60
-    )
-    assert done.stdout.split() == ["False"] * 3, done.stderr
-
-
-class ModulesEnv(CountEnv):
-    """Tells what its process has imported."""
-
-    def has_torch(self) -> bool:
-        return "torch" in sys.modules
+def test_workers_do_not_import_torch() -> None:
+    program = "import sys, envs.subproc_vec_env; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], cwd=Path(__file__).parent.parent, check=True)
