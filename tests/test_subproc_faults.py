@@ -60,7 +60,6 @@ def fail(kind: str) -> None:
     if kind in EXCEPTIONS:
         raise EXCEPTIONS[kind][0]
     OTHER_FAULTS[kind]()
-    raise AssertionError(kind)
 
 
 EXCEPTIONS: dict[str, tuple[BaseException, type[BaseException], str]] = {  # as what it is caught, and its words
@@ -72,6 +71,7 @@ EXCEPTIONS: dict[str, tuple[BaseException, type[BaseException], str]] = {  # as 
     "sys.exit": (SystemExit(3), WorkerError, "3"),
 }
 OTHER_FAULTS: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: None,
     "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "sigsegv": lambda: ctypes.string_at(0),
     "os._exit": lambda: os._exit(3),
@@ -235,13 +235,10 @@ def make_and_step_twice(made: list[SubprocVecEnv], context: str, place: str, kin
 class DeepEnv(CountEnv):
     """Raises from forty calls down, with a message of forty lines."""
 
-    def step(self, action: int) -> Any:
-        return self.deeper(40)
-
-    def deeper(self, depth: int) -> Any:
-        if depth == 0:
-            raise ValueError("the door is stuck\n" * 40)
-        return self.deeper(depth - 1)
+    def step(self, action: int, depth: int = 40) -> Any:
+        if depth > 0:
+            return self.step(action, depth - 1)
+        raise ValueError("the door is stuck\n" * 40)
 
 
 @pytest.mark.parametrize("env_fn", [partial(FaultyEnv, "exception", "every step"), DeepEnv])
@@ -275,28 +272,21 @@ def test_an_exception_is_reported_even_if_another_worker_is_lost(kind: str, rais
     close_in_time(envs)
 
 
-class OddEnv(CountEnv):
-    """Returns from `step` what it is told: a lambda that takes what CountEnv returns."""
-
-    def __init__(self, change: Callable[[tuple], Any]) -> None:
-        super().__init__()
-        self.change = change
-
-    def step(self, action: int) -> Any:
-        return self.change(super().step(action))
-
-
 @pytest.mark.parametrize(
-    ("change", "text"),
+    ("result", "text"),
     [
-        (lambda result: None, "cannot unpack"),
-        (lambda result: (*result[:4], {"lock": threading.Lock()}), "cannot pickle.*lock"),
-        (lambda result: ([1, 2], *result[1:]), "expected an array of shape"),
-        (lambda result: (result[0], "much", *result[2:]), "much|invalid type"),
+        (None, "cannot unpack"),
+        ((1, 0.0, False, False, {"lock": threading.Lock()}), "cannot pickle.*lock"),
+        (([1, 2], 0.0, False, False, {}), "expected an array of shape"),
+        ((1, "much", False, False, {}), "much|invalid type"),
     ],
 )
-def test_what_no_step_may_return_is_an_error_of_its_environment(change: Any, text: str) -> None:
-    envs = SubprocVecEnv([CountEnv, CountEnv, partial(OddEnv, change), CountEnv], 2, context="fork")
+def test_what_no_step_may_return_is_an_error_of_its_environment(result: Any, text: str) -> None:
+    class OddEnv(CountEnv):
+        def step(self, action: int) -> Any:
+            return result
+
+    envs = SubprocVecEnv([CountEnv, CountEnv, OddEnv, CountEnv], 2, context="fork")
     envs.reset()
     with pytest.raises(WorkerError, match=f"step in environment 2 .*({text})") as caught:
         envs.step([0, 0, 0, 0])
@@ -349,17 +339,6 @@ def test_a_lost_worker_is_not_blamed_on_what_another_one_answered_before(tmp_pat
 # ---- close ------------------------------------------------------------------------------------------------------
 
 
-class DiaryEnv(CountEnv):
-    """Leaves a file when it is closed."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self.path = path
-
-    def close(self) -> None:
-        self.path.touch()
-
-
 HANGS = partial(FaultyEnv, "hang", "every step")
 HANGS_IN_C = partial(FaultyEnv, "hang in C", "every step")
 STUBBORN = partial(FaultyEnv, "hang", "close")
@@ -373,7 +352,7 @@ STUBBORN = partial(FaultyEnv, "hang", "close")
 def test_an_environment_that_hangs_keeps_no_other_from_closing(
     env_fn: Any, kwargs: dict[str, Any], others_close: bool, place: int, tmp_path: Path
 ) -> None:
-    env_fns: list[Any] = [partial(DiaryEnv, tmp_path / "closed")]
+    env_fns: list[Any] = [partial(FaultyEnv, "nothing", "close", tmp_path / "closed")]
     env_fns.insert(place, env_fn)
     envs = SubprocVecEnv(env_fns, 2)
     envs.reset()
@@ -388,9 +367,9 @@ def test_an_environment_that_hangs_keeps_no_other_from_closing(
 
 def test_a_constructor_that_raises_waits_for_no_other_and_all_that_were_made_are_closed(tmp_path: Path) -> None:
     start = time.monotonic()
-    raises = partial(FaultyEnv, "exception", "constructor")
+    hangs, raises = (partial(FaultyEnv, kind, "constructor") for kind in ("hang", "exception"))
     with pytest.raises(ValueError, match=r"ValueError during construction in environment 2: the door is stuck"):
-        SubprocVecEnv([partial(FaultyEnv, "hang", "constructor"), partial(DiaryEnv, tmp_path / "closed"), raises], 2)
+        SubprocVecEnv([hangs, partial(FaultyEnv, "nothing", "close", tmp_path / "closed"), raises], 2)
     assert time.monotonic() - start < 8.0
     assert (tmp_path / "closed").exists()
 

@@ -38,7 +38,7 @@ class EchoEnv(gym.Env):
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict]:
         super().reset(seed=seed)
         self.observation_space.seed(0)
-        return self.observation_space.sample(), {} if options is None else {"options": str(options)}
+        return self.observation_space.sample(), {}
 
     def step(self, action: Any) -> tuple[Any, float, bool, bool, dict]:
         assert action in self.action_space
