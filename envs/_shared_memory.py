@@ -68,8 +68,7 @@ def write_tree(target: Any, value: Any, casting: Any = "unsafe") -> None:
     if isinstance(target, np.ndarray):
         array = value if isinstance(value, np.ndarray) else np.asarray(value)
         if array.shape != target.shape:
-            error = ValueError if array.shape else TypeError
-            raise error(f"expected an array of shape {target.shape}, got one of shape {array.shape}")
+            raise ValueError(f"expected an array of shape {target.shape}, got one of shape {array.shape}")
         if array.dtype == target.dtype:
             target[...] = array
         elif array.dtype.kind not in "iu" or target.dtype.kind not in "iu":
@@ -89,12 +88,6 @@ def write_tree(target: Any, value: Any, casting: Any = "unsafe") -> None:
 # ---- the file -------------------------------------------------------------------------------------------------------
 
 
-def anonymous_file() -> Connection:
-    """A new file without a name, in memory. It is a Connection only because multiprocessing knows how to hand the
-    descriptor of one to a process, whichever way that is started."""
-    return Connection(os.memfd_create("SubprocVecEnv"))
-
-
 class SharedBatch:
     """All environments' arrays. Parent and workers take the same ones, in the same order, from the same file.
 
@@ -105,8 +98,7 @@ class SharedBatch:
         rewards: (num_envs,) float64. terminations, truncations: (num_envs,) bool.
         infos: an InfoTable.
         observations: nested arrays (num_envs, *shape) of the observation space's dtypes.
-        actions: nested arrays (num_envs, *shape) of the action space's dtypes, but single reals as float64: those
-            reach the environment as np.float64, which is a Python float, and keep what precision the caller gave.
+        actions: nested arrays (num_envs, *shape) of the action space's dtypes.
     """
 
     def __init__(self, file: Connection, num_envs: int, num_workers: int) -> None:
@@ -121,7 +113,7 @@ class SharedBatch:
         values = self._array((self.num_envs, MAX_INFO_KEYS), np.float64)
         self.infos = InfoTable(values, self._array((self.num_envs,), np.bool_))
         self.observations = create_empty_array(observation_space, self.num_envs, self._array)
-        self.actions = create_empty_array(action_space, self.num_envs, self._array_of_actions)
+        self.actions = create_empty_array(action_space, self.num_envs, self._array)
 
     def _array(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
         """The next array of the file, on pages of its own. The parent, which comes first, makes room."""
@@ -132,10 +124,6 @@ class SharedBatch:
             os.ftruncate(self.file.fileno(), self.size)
         pages = mmap.mmap(self.file.fileno(), num_bytes, offset=start)
         return np.frombuffer(pages, dtype, count).reshape(shape)
-
-    def _array_of_actions(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        is_single_real = len(shape) == 1 and np.issubdtype(dtype, np.floating)
-        return self._array(shape, np.float64 if is_single_real else dtype)
 
 
 # ---- infos ----------------------------------------------------------------------------------------------------------

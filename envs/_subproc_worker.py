@@ -12,9 +12,7 @@ import faulthandler
 import fcntl
 import os
 import pickle
-import select
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -36,15 +34,10 @@ REPLY = 1  # EMPTY: all is in shared memory; or MESSAGE: an (errors, results) me
 RUNNING = 2  # the index of the environment whose code is running, or NONE
 STEP, EMPTY, MESSAGE, NONE = 0, 0, 1, -1
 
-FAILED = object()  # in place of what an environment's step returns
 POLL_SECONDS = 0.0005  # of polling before going to sleep: to wake a sleeper takes tens of us, a small step less
-# Ctrl-C, SIGTERM and the end of a terminal often reach the whole process group. What they mean is for the parent to
-# decide, which may want one more step and every environment's state for a checkpoint.
-PARENTS_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 OUR_FILES = {__file__, _shared_memory.__file__, state.__file__}
 
 Requests = list[tuple[int, Any]]  # (environment index, arguments)
-Results = list[tuple[int, bytes]]  # (environment index, pickled result)
 
 
 @dataclass
@@ -58,14 +51,12 @@ class EnvError:
     trace: str  # without our own frames; empty if there are no others
 
     @classmethod
-    def current(cls, env_index: int) -> EnvError:
-        """Describe the exception that is being handled."""
-        kind, value, trace = sys.exc_info()
-        assert kind is not None
+    def of(cls, error: BaseException, env_index: int) -> EnvError:
+        kind, trace = type(error), error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename in OUR_FILES:
             trace = trace.tb_next
-        text = "".join(traceback.format_exception(kind, value, trace)) if trace is not None else ""
-        return cls(env_index, kind.__module__, kind.__qualname__, str(value), text)
+        text = "".join(traceback.format_exception(kind, error, trace)) if trace is not None else ""
+        return cls(env_index, kind.__module__, kind.__qualname__, str(error), text)
 
 
 def poll(semaphore: Semaphore) -> bool:
@@ -85,16 +76,14 @@ def end_with_parent() -> None:
     environment holds the GIL in C code. The thread is for the case that a process forked by the parent has inherited
     that end and lives on.
     """
-    parent = parent_process()
-    assert parent is not None
-    assert parent.pid is not None
+    parent: Any = parent_process()
     fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
     fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
     parent_fd = os.pidfd_open(parent.pid)
 
     def watch() -> None:
-        select.select([parent_fd, parent.sentinel], [], [])
+        connection.wait([parent_fd])
         os._exit(1)
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
@@ -116,10 +105,12 @@ class EnvWorker:
 
     def main(self) -> None:
         """Obey commands until the parent says close. This is where the new process begins."""
-        for number in PARENTS_SIGNALS:  # a handler, because programs that environments start would inherit SIG_IGN
-            signal.signal(number, lambda *_: None)
+        # Ctrl-C, SIGTERM and the end of a terminal often reach the whole process group. What they mean is for the
+        # parent to decide, which may want one more step and every environment's state for a checkpoint.
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that environments start would inherit
         end_with_parent()
-        faulthandler.enable(2, all_threads=False)  # what a crash, or the SIGABRT for one that hangs, came upon
+        faulthandler.enable(2, all_threads=False)  # where a crash happened, on stderr
         self.shared = SharedBatch(*self.memory)
         self.control = self.shared.control[self.index].data
         self.envs: list[Env] = []
@@ -143,7 +134,7 @@ class EnvWorker:
             if name == "close":
                 return
             self.errors: list[EnvError] = []
-            self.results: Results = []
+            self.results: list[tuple[int, bytes]] = []  # (environment index, pickled result)
             if name == "step":
                 self.step(requests)
             else:
@@ -154,8 +145,6 @@ class EnvWorker:
             self.done.release()
             if message:  # sent afterwards, since a large one waits in the pipe until the parent, once told, reads it
                 self.pipe.send_bytes(message)
-            if self.errors and name in ("step", "reset"):
-                return
 
     # ---- a step -----------------------------------------------------------------------------------------------------
 
@@ -173,13 +162,12 @@ class EnvWorker:
                     results.append((observation, 0.0, False, False, info))
                 else:
                     results.append(env.step(actions[slot]))
-            except BaseException:
-                self.errors.append(EnvError.current(self.env_indices[slot]))
-                results.append(FAILED)
+            except BaseException as error:
+                self.errors.append(EnvError.of(error, self.env_indices[slot]))
+        if self.errors:
+            return
         write_info, has_info = self.infos.write, self.has_info
         for slot, result in enumerate(results):
-            if result is FAILED:
-                continue
             env_index = self.env_indices[slot]
             try:
                 observation, reward, terminated, truncated, info = result
@@ -195,8 +183,8 @@ class EnvWorker:
                 if info and not has_info[slot]:
                     self.results.append((env_index, pickle.dumps(info)))
                 write_tree(self.observations[slot], observation)
-            except BaseException:
-                self.errors.append(EnvError.current(env_index))
+            except BaseException as error:
+                self.errors.append(EnvError.of(error, env_index))
 
     def begin_episode(self, slot: int, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         self.needs_reset[slot] = False
@@ -214,16 +202,15 @@ class EnvWorker:
     # ---- all other commands: methods that are called for one environment after the other ----------------------------
 
     def for_each(self, requests: Requests, method: Callable[[int, Any], Any]) -> None:
-        """Run `method(slot, arguments)` for each request, up to the first that raises; keep results but None."""
+        """Run `method(slot, arguments)` for each request, up to the first that raises."""
         for env_index, arguments in requests:
             self.control[RUNNING] = env_index
             try:
                 # a copy, since environments that were given one object would share it here
                 result = method(env_index - self.env_indices.start, copy.deepcopy(arguments))
-                if result is not None:
-                    self.results.append((env_index, pickle.dumps(result)))
-            except BaseException:
-                self.errors.append(EnvError.current(env_index))
+                self.results.append((env_index, pickle.dumps(result)))
+            except BaseException as error:
+                self.errors.append(EnvError.of(error, env_index))
                 return
 
     def construction(self, slot: int, _: None) -> tuple[Any, ...]:
@@ -247,13 +234,19 @@ class EnvWorker:
     def use_info_layout(self, _: int, layout: _shared_memory.InfoLayout) -> None:
         self.infos.use_layout(layout)
 
-    def reset(self, slot: int, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    def reset(self, slot: int, kwargs: dict[str, Any]) -> dict[str, Any]:
         observation, info = self.begin_episode(slot, **kwargs)
         write_tree(self.observations[slot], observation)
-        return info or None
+        return info
 
-    def await_reset(self, slot: int, _: None) -> None:
-        self.needs_reset[slot] = True
+    def restart(self, slot: int, observation_before: Any) -> dict[str, Any]:
+        """Instead of the step in which the worker before this one was lost: truncate the episode where it was."""
+        self.begin_episode(slot)  # so that the new environment can be asked for its state at once
+        self.rewards[slot], self.terminations[slot], self.truncations[slot] = 0.0, False, True
+        self.has_info[slot] = False
+        observation, info = self.end_episode(slot, observation_before, {"worker_restarted": True})
+        write_tree(self.observations[slot], observation)
+        return {**info, "worker_restarted": True}
 
     def call(self, slot: int, request: tuple[str, Any, Any]) -> Any:
         name, args, kwargs = request

@@ -1,4 +1,4 @@
-"""The parent's side of SubprocVecEnv's workers: start, command, wait, report, replace and end them.
+"""The parent's side of SubprocVecEnv's workers: start, command, wait, report and end them.
 
 Every wait here has a limit and notices a dead worker; every end of a worker has a reason in words.
 """
@@ -6,15 +6,12 @@ Every wait here has a limit and notices a dead worker; every end of a worker has
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import math
 import multiprocessing
 import os
 import pickle
 import signal
-import socket
-import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,20 +21,17 @@ from typing import Any
 from gymnasium import Env, logger
 from gymnasium.vector.utils import CloudpickleWrapper
 
-from envs import _subproc_worker as protocol
-from envs._shared_memory import InfoLayout, SharedBatch, anonymous_file, map_tree
+from envs._shared_memory import InfoLayout, SharedBatch, map_tree
 from envs._subproc_worker import COMMAND, MESSAGE, NONE, REPLY, RUNNING, STEP, EnvError, EnvWorker, Requests, poll
 
 LIVENESS_SECONDS = 0.05  # how often a wait looks whether the worker still lives
-TRACE_SECONDS = 0.5  # how long a hung worker is given to write on stderr where it is
-ERROR_SECONDS = 1.0  # how long other workers are waited for once an environment has raised
 CLOSE_SECONDS = 2.0  # how long environments may take to close before their worker is killed
-MAX_RESTARTS = 3  # of one worker, without a step finished in between
-ENDING = ("construction", "reset", "step")  # after an exception in one of these, only `close` is possible
+ENDING = ("construction", "reset", "step", "restart")  # after an exception in one of these, only `close` is possible
 NO_ROOM = {
     errno.ENOSPC: "/dev/shm is full, where each worker needs room for two semaphores: delete what is left over there",
     errno.EMFILE: "there are too few file descriptors for so many workers: raise `ulimit -n`",
 }
+SIGNALS = {-number: number.name for number in signal.Signals}  # by the exit code of a process that one killed
 
 
 class WorkerError(RuntimeError):
@@ -63,21 +57,21 @@ class WorkerError(RuntimeError):
 class Worker:
     """One worker as the parent sees it: its process, its pipe and semaphores, and what it still has to answer."""
 
+    process: Any = None
     pipe: connection.Connection
     go: Any
     done: Any
 
     def __init__(self, index: int, env_indices: range, control: Any) -> None:
         self.index, self.env_indices, self.control = index, env_indices, control
-        self.process: Any = None
         self.failures = 0  # since the last step it finished
-        self.waited = 0.0  # seconds for its reply; looks are counted, so that time in which all was stopped is not
         self.forget_reply()
 
     def forget_reply(self) -> None:
         self.pending = False
+        self.waited = 0.0  # seconds; looks are counted, so that time in which the parent too was stopped is not
         self.errors: list[EnvError] = []
-        self.results: protocol.Results = []
+        self.results: list[tuple[int, bytes]] = []  # (environment index, pickled result)
 
     def end(self) -> int | None:
         """Kill the process if it still runs, and let go of it; return its exit code."""
@@ -93,13 +87,9 @@ class Worker:
         return exit_code
 
 
-def limit_waits(pipe: connection.Connection, seconds: float) -> None:
-    """Let a read or write at this end raise BlockingIOError after `seconds`: the other process may be stopped."""
-    seconds = min(seconds, 2.0**31)  # as good as for ever
-    limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
-    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
-        # Not through a socket object, which would make the pipe impatient if the program has a default timeout.
-        ctypes.CDLL(None).setsockopt(pipe.fileno(), socket.SOL_SOCKET, option, limit, len(limit))
+def end_all(workers: Sequence[Worker]) -> None:
+    for worker in workers:
+        worker.end()
 
 
 def shorten(text: str, num_lines: int) -> str:
@@ -111,11 +101,6 @@ def shorten(text: str, num_lines: int) -> str:
     return "\n".join(lines)
 
 
-def end_all(workers: Sequence[Worker]) -> None:
-    for worker in workers:
-        worker.end()
-
-
 class WorkerPool:
     """The workers of one SubprocVecEnv, `owner`; they are killed when it is garbage-collected or this process exits."""
 
@@ -125,19 +110,17 @@ class WorkerPool:
         num_workers = owner.num_workers
         self._context: Any = multiprocessing.get_context(context)
         self._env_fns = [CloudpickleWrapper(env_fn) for env_fn in env_fns]
-        self.step_timeout = step_timeout
+        self.step_timeout = math.inf if step_timeout is None else step_timeout
         self._poll = num_workers <= len(os.sched_getaffinity(0))  # before going to sleep; it needs a core for each
-        memory = (anonymous_file(), len(env_fns), num_workers)
+        # A Connection only because multiprocessing knows how to hand the descriptor of one to a process.
+        memory = (connection.Connection(os.memfd_create("SubprocVecEnv")), len(env_fns), num_workers)
         self._settings = {"memory": memory, "poll": self._poll, "autoreset_mode": owner.autoreset_mode}
         self.shared = SharedBatch(*memory)
         self._spaces: tuple[Any, ...] = ()
         bounds = [w * len(env_fns) // num_workers for w in range(num_workers + 1)]
         controls = [row.data for row in self.shared.control]
         self.workers = [Worker(w, range(bounds[w], bounds[w + 1]), controls[w]) for w in range(num_workers)]
-        self.seeds: list[int | None] = [None] * len(env_fns)
         self.failure: str | None = None  # why nothing but closing is possible any more
-        self.acted = False  # before the first step, shared memory holds no actions
-        self.process = os.getpid()  # the workers are not a forked child's to command or end
         # Unlike weakref.finalize and atexit, it does nothing in a process forked from this one, and it runs before
         # multiprocessing's own exit function, which would wait for the workers.
         self._end_all = util.Finalize(owner, end_all, (self.workers,), exitpriority=10)
@@ -168,8 +151,6 @@ class WorkerPool:
         process.start()
         worker.process = process
         its_pipe.close()
-        if self.step_timeout is not None:
-            limit_waits(worker.pipe, self.step_timeout)
 
     def attach(self, *spaces: Any) -> SharedBatch:
         """Share memory for elements of the observation and the action space with all workers."""
@@ -183,26 +164,11 @@ class WorkerPool:
         self._tell("use_info_layout", layout, self.workers)
         self.shared.infos.use_layout(layout)
 
-    def replace(self, error: WorkerError, begin_anew: Callable[[Worker], None]) -> None:
-        """Put a new worker with new environments in place of the one whose loss `error` reports, and `begin_anew` with
-        it. Give up if it was lost more than MAX_RESTARTS times without finishing a step in between."""
-        worker = error.worker
-        assert worker is not None
-        while worker.failures <= MAX_RESTARTS:
-            logger.warn("%s\nA new worker takes its place.", error)
-            try:
-                self.start([worker])
-                self._tell("attach", self._spaces, [worker])
-                self._tell("use_info_layout", self.shared.infos.layout, [worker])
-                begin_anew(worker)
-                self.failure = None
-                return
-            except WorkerError as next_error:
-                if next_error.worker is None:
-                    raise
-                error = next_error
-        self.failure = f"Gave up after {MAX_RESTARTS} restarts without a finished step. {error}"
-        raise WorkerError(self.failure) from error
+    def restart(self, worker: Worker) -> None:
+        """Put a new process with new environments in the place of a lost one."""
+        self.start([worker])
+        self._tell("attach", self._spaces, [worker])
+        self._tell("use_info_layout", self.shared.infos.layout, [worker])
 
     # ---- commands and replies ---------------------------------------------------------------------------------------
 
@@ -223,68 +189,51 @@ class WorkerPool:
         self.failure = f"`{name}` was interrupted."  # by Ctrl-C, say; overwritten if that does not happen
         for place, worker in enumerate(workers):
             worker.forget_reply()
+            worker.pending = True
             worker.control[COMMAND] = MESSAGE if messages else STEP
-            worker.pending, worker.waited = True, 0.0
             worker.go.release()
             if messages:
-                try:
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # collect() will report it in full
                     worker.pipe.send_bytes(messages[place])
-                except (BrokenPipeError, ConnectionResetError):
-                    pass  # collect() will report it in full
-                except BlockingIOError:
-                    worker.waited = math.inf  # it is stopped
 
     def collect(self, name: str, workers: Sequence[Worker], timeout: float | None = None) -> list[tuple[int, Any]]:
-        """Wait for the workers' replies to `name`; return their results in the order of the environments.
-
-        After a TimeoutError, which comes after `timeout` seconds, and after a WorkerError about a lost worker that has
-        been replaced, call it again for the rest.
-        """
+        """Wait for the workers' replies to `name`; return their results in the order of the environments. After a
+        TimeoutError, or a WorkerError about a lost worker that has been replaced, call it again for the rest."""
         self.failure = f"`{name}` was interrupted."
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
         for worker in workers:
             if worker.pending and self._poll and poll(worker.done):
                 self._take_reply(worker, name)
-        if any(worker.pending for worker in workers):
-            self._wait_for_the_rest(name, workers, timeout)
-        self._raise_errors(name, workers)
-        self.failure = None
-        return [(n, pickle.loads(result)) for worker in workers for n, result in worker.results]
-
-    def _wait_for_the_rest(self, name: str, workers: Sequence[Worker], timeout: float | None) -> None:
-        """Take replies as they come. Raise if a worker is found dead or hung; but rather what an environment has
-        raised, which tells more, and may be why."""
-        start, looks_after_error = time.monotonic(), 0
         while pending := [worker for worker in workers if worker.pending]:
             if pending[0].done.acquire(True, LIVENESS_SECONDS):
                 self._take_reply(pending[0], name)
                 continue
-            lost: WorkerError | None = None
+            lost: Worker | None = None
             for worker in pending:
                 alive = worker.process.is_alive()  # asked first: it may have finished just before it died
                 worker.waited += LIVENESS_SECONDS
                 if worker.done.acquire(False):
                     self._take_reply(worker, name)
-                elif lost is None and (not alive or worker.waited >= (self.step_timeout or math.inf)):
-                    lost = self._lost(worker, name, hung=alive)
-            if lost is not None:
-                self._raise_errors(name, workers)
-                raise lost
+                elif not alive or worker.waited >= self.step_timeout:
+                    lost = lost or worker
             if name in ENDING and any(worker.errors for worker in workers):
-                looks_after_error += 1
-                if looks_after_error * LIVENESS_SECONDS > ERROR_SECONDS:
-                    return
-            elif timeout is not None and time.monotonic() >= start + timeout:
-                raise multiprocessing.TimeoutError(
-                    f"The call to `{name}_wait` has timed out after {timeout} second(s)."
-                )
+                break  # what an environment raised tells more than that a worker is lost, and may be why
+            if lost is not None:
+                raise self._lost(lost, name)
+            if time.monotonic() >= deadline:
+                text = f"The call to `{name}_wait` has timed out after {timeout} second(s)."
+                raise multiprocessing.TimeoutError(text)
+        self._raise_errors(name, workers)
+        self.failure = None
+        return [(n, pickle.loads(result)) for worker in workers for n, result in worker.results]
 
     def _take_reply(self, worker: Worker, name: str) -> None:
-        worker.pending = False
         if worker.control[REPLY] == MESSAGE:
             try:
                 worker.errors, worker.results = pickle.loads(worker.pipe.recv_bytes())
-            except (EOFError, OSError) as error:  # the latter if it died in the middle of a message
-                raise self._lost(worker, name, hung=isinstance(error, BlockingIOError)) from None
+            except (EOFError, OSError):
+                return  # it died in the middle of its reply, as the next look at it will tell
+        worker.pending = False
         if name == "step":
             worker.failures = 0
 
@@ -296,39 +245,31 @@ class WorkerPool:
         if not errors:
             return
         first = errors[0]
-        if first.name == "NoState":
-            message = first.message
-        else:
-            where = [f"{e.name} during {name} in {self._describe(e.env_index)}" for e in errors]
-            reasons = "\n".join(f"{place}: {shorten(e.message, 4)}" for place, e in zip(where, errors, strict=True))
-            message = f"{shorten(reasons, 8)}\n\n{shorten(first.trace, 16)}".rstrip()
+        message = first.message
+        if first.name != "NoState":
+            message = f"{first.name} during {name} in {self._describe(first.env_index, name)}: {shorten(message, 6)}"
+            message += f"\n{len(errors) - 1} other environments raised as well." if len(errors) > 1 else ""
+            message = f"{message}\n\n{shorten(first.trace, 16)}".rstrip()
         self.failure = message if name in ENDING else None
-        if name in ("step", "reset"):  # as AsyncVectorEnv does; the workers concerned have closed their environments
+        if name in ("step", "reset"):  # in AsyncVectorEnv's words
             for error in errors:
                 logger.error("Received the following error from Worker-%s - Shutting it down", error.env_index)
                 logger.error("%s", error.trace or error.message)
             logger.error("Raising the last exception back to the main process.")
         raise WorkerError.of_kind(getattr(sys.modules.get(first.module), first.name, None), message)
 
-    def _lost(self, worker: Worker, name: str, hung: bool = False) -> WorkerError:
+    def _lost(self, worker: Worker, name: str) -> WorkerError:
         """Put an end to a worker that died or hung; return the report."""
-        pid, running = worker.process.pid, worker.control[RUNNING]
-        if hung:  # let its faulthandler write on stderr where it is
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGABRT)
-            worker.process.join(TRACE_SECONDS)
+        pid, running, hung = worker.process.pid, worker.control[RUNNING], worker.process.is_alive()
         exit_code = worker.end()
         if hung:
             cause = f"did not answer within step_timeout={self.step_timeout} s and was killed"
-        elif exit_code is not None and exit_code < 0:
-            named = -exit_code in {*signal.Signals}  # most real-time signals have no name
-            cause = f"was killed by {signal.Signals(-exit_code).name if named else f'signal {-exit_code}'}"
+        elif exit_code in SIGNALS:
+            cause = f"was killed by {SIGNALS[exit_code]}"
             cause += " (as the system does when memory runs out)" if exit_code == -signal.SIGKILL else ""
         else:
             cause = f"exited with code {exit_code}"
-        where = f"none of its environments {worker.env_indices[0]} to {worker.env_indices[-1]} running"
-        if running != NONE:
-            where = f"in {self._describe(running)}"
+        where = "none of its environments running" if running == NONE else f"in {self._describe(running, name)}"
         self.failure = f"Worker {worker.index} (process {pid}) {cause} during {name}, {where}."
         error = WorkerError.of_kind(multiprocessing.TimeoutError if hung else None, self.failure)
         error.worker = worker
@@ -336,19 +277,17 @@ class WorkerPool:
         worker.failures += 1
         return error
 
-    def _describe(self, env_index: int) -> str:
-        text = f"environment {env_index} (seed {self.seeds[env_index]}"
-        if self.acted:
-            text += f", last action {map_tree(self.shared.actions, lambda array: array[env_index].tolist())}"
-        return text + ")"
+    def _describe(self, env_index: int, name: str) -> str:
+        if name != "step":
+            return f"environment {env_index}"
+        action = map_tree(self.shared.actions, lambda array: array[env_index].tolist())
+        return f"environment {env_index} (last action {action})"
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 
     def close(self, timeout: float | None = None, terminate: bool = False) -> None:
         """End all workers: let environments finish and close for `timeout` seconds, or not at all; then kill."""
         self.shared.file.close()
-        if os.getpid() != self.process:
-            return
         deadline = time.monotonic() + (CLOSE_SECONDS if timeout is None else timeout)
         running = [] if terminate else [worker for worker in self.workers if worker.process is not None]
         for worker in running:

@@ -4,10 +4,12 @@
     observations, infos = envs.reset(seed=1)  # (16, 4) float32; environment n is seeded with 1 + n
     observations, rewards, terminations, truncations, infos = envs.step(envs.action_space.sample())
 
-What happens in a step: the actions are written into the shared memory and a semaphore of each worker is released
-(`step_async`); each worker steps its environments in turn and writes observations, rewards, ends and numeric infos into
-its rows (`_subproc_worker.Worker.step`); the parent waits for all workers, looking now and then whether they still live
-(`_worker_pool.WorkerPool.collect`), copies the arrays and merges the infos (`step_wait`).
+What happens in a step:
+1. `step_async` writes the actions into the shared memory and releases a semaphore of each worker.
+2. Each worker steps its environments in turn and writes observations, rewards, ends and numeric infos into its rows
+   (`EnvWorker.step` in envs/_subproc_worker.py).
+3. The parent waits for all, looking now and then who still lives (`WorkerPool.collect` in envs/_worker_pool.py), and
+   `step_wait` copies the arrays and merges the infos.
 
 It can stand in for `gymnasium.vector.AsyncVectorEnv`, for numeric spaces: same keywords, methods and errors. The
 differences: a process steps several environments in turn, so that there need be no more processes than cores; what an
@@ -28,12 +30,11 @@ from gymnasium.error import AlreadyPendingCallError, ClosedEnvironmentError, NoA
 from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
-from envs._shared_memory import check_numeric, copies_of_rows, info_layout, map_tree, row_of, write_tree
+from envs._shared_memory import check_numeric, copies_of_rows, info_layout, map_tree, write_tree
 from envs._subproc_worker import Requests
 from envs._worker_pool import Worker, WorkerError, WorkerPool
 
-__all__ = ["SubprocVecEnv", "WorkerError"]
-
+MAX_RESTARTS = 3  # of one worker, without a step finished in between
 StepReturn = tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
 
 
@@ -50,11 +51,10 @@ class SubprocVecEnv(VectorEnv):
         autoreset_mode: what follows the end of an episode. With SAME_STEP the step that ends an episode returns the
             next one's first observation and keeps what it replaces in `infos["final_obs"]` and `infos["final_info"]`.
         step_timeout: seconds after which a worker that has not finished any call counts as hung; None means never.
-        on_worker_failure: "raise", or "restart": a worker lost in `step` is replaced. Its episodes come back as
-            truncated, with reward 0, the observation before the step as the final one, and
-            `infos["worker_restarted"]` set; other environments lose nothing. One that is lost in `reset` is replaced
-            too, unless a mask spares some of its environments. New environments know nothing of earlier `set_attr`s.
-            A worker that is lost 4 times without finishing a step raises.
+        on_worker_failure: "raise", or "restart": a worker that is lost in `step`, or in a `reset` without a mask, is
+            replaced. Episodes that a step cost come back as truncated, with reward 0, the observation before the step
+            as the final one, and `infos["worker_restarted"]` set; other environments lose nothing. New environments
+            know nothing of earlier `set_attr`s. A worker that is lost 4 times without finishing a step raises.
         max_concurrency: an upper limit of `num_workers`. shared_memory: always is. Both are AsyncVectorEnv's.
 
     Raises:
@@ -94,7 +94,6 @@ class SubprocVecEnv(VectorEnv):
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.on_worker_failure = on_worker_failure
         self._pending: str | None = None  # the call that the workers are busy with: "reset", "step", ...
-        self._restarted: set[Worker] = set()  # in place of lost ones, since the pending call began
         self._pool = WorkerPool(self, env_fns, context, step_timeout)
         try:
             descriptions = self._pool.start(self._pool.workers)
@@ -116,10 +115,8 @@ class SubprocVecEnv(VectorEnv):
             check_numeric(observation_space)
             check_numeric(action_space)
             if (observation_space, action_space) != spaces[0]:
-                raise RuntimeError(
-                    f"All environments need the same spaces, but environment {index} has {observation_space} and "
-                    f"{action_space}, environment 0 {self.single_observation_space} and {self.single_action_space}."
-                )
+                text = f"environment {index} has {observation_space} and {action_space}, environment 0 {spaces[0]}."
+                raise RuntimeError(f"All environments need the same spaces, but {text}")
         self.observation_space = batch_space(self.single_observation_space, self.num_envs)
         self.action_space = batch_space(self.single_action_space, self.num_envs)
 
@@ -135,18 +132,15 @@ class SubprocVecEnv(VectorEnv):
         tuple of such. Of any integer type where integers are wanted; float64 is rounded to the space's type.
         """
         self._assert_free("step_async")
-        requests: Requests | None = None
         if self.on_worker_failure == "restart":
             write_tree(self._observations_before, self._shared.observations)
-        target = self._shared.actions
-        one_number_each = isinstance(target, np.ndarray) and target.shape == (self.num_envs, 1)
-        if one_number_each and np.shape(actions) == (self.num_envs,):
+        requests: Requests | None = None
+        target: Any = self._shared.actions
+        one_real_each = isinstance(target, np.ndarray) and target.dtype.kind == "f" and target.size == self.num_envs
+        if one_real_each and np.shape(actions) == (self.num_envs,):
             # Environments get what AsyncVectorEnv would hand them: each its number as it came.
-            write_tree(target, np.reshape(actions, (-1, 1)), "same_kind")
-            requests = list(enumerate(actions))
-        else:
-            write_tree(target, actions, "same_kind")  # 0.9 is not action 0
-        self._pool.acted = True
+            requests, actions = list(enumerate(actions)), np.reshape(actions, target.shape)
+        write_tree(target, actions, "same_kind")  # 0.9 is not action 0
         self._begin("step", requests)
 
     def step_wait(self, timeout: float | None = None) -> StepReturn:
@@ -163,18 +157,14 @@ class SubprocVecEnv(VectorEnv):
         if num_shared == self.num_envs:
             infos = table.read()
         elif num_shared or pickled:  # in the environments' order: whose info comes first decides the type of a key
-            infos = self._merge({}, sorted([*table.read_each(), *pickled], key=lambda result: result[0]))
-        while self._restarted:
-            infos = self._truncate(self._restarted.pop(), infos)
-        results = self._fresh(self._results)
+            infos = self._merge(sorted([*table.read_each(), *pickled], key=lambda result: result[0]))
+        results = map_tree(self._results, np.ndarray.copy) if self.copy else self._results
         if pickled and not table.layout and (layout := info_layout(pickled[0][1])):
             self._pool.use_info_layout(layout)
         return (*results, infos)
 
-    def _fresh(self, tree: Any) -> Any:
-        return map_tree(tree, np.ndarray.copy) if self.copy else tree
-
-    def _merge(self, infos: dict[str, Any], results: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+    def _merge(self, results: list[tuple[int, dict[str, Any]]]) -> dict[str, Any]:
+        infos: dict[str, Any] = {}
         for env_index, info in results:
             infos = self._add_info(infos, info, env_index)
         return infos
@@ -208,9 +198,6 @@ class SubprocVecEnv(VectorEnv):
             options = dict(options)
             chosen = self._masked(options.pop("reset_mask"))
         self._resets = [(n, {"seed": seed[n], "options": options}) for n in chosen]
-        for n in chosen:
-            if seed[n] is not None:
-                self._pool.seeds[n] = seed[n]
         self._begin("reset", self._resets)
 
     def _masked(self, mask: Any) -> list[int]:
@@ -227,10 +214,8 @@ class SubprocVecEnv(VectorEnv):
 
     def reset_wait(self, timeout: float | None = None) -> tuple[Any, dict[str, Any]]:
         """Wait for `reset_async`; return observations (num_envs, ...) and infos. Raises as `step_wait` does."""
-        infos = self._merge({}, self._collect("reset", timeout))
-        while self._restarted:
-            infos = self._merge(infos, [(n, {"worker_restarted": True}) for n in self._restarted.pop().env_indices])
-        return self._fresh(self._shared.observations), infos
+        infos, observations = self._merge(self._collect("reset", timeout)), self._shared.observations
+        return map_tree(observations, np.ndarray.copy) if self.copy else observations, infos
 
     # ---- calls, attributes, states ----------------------------------------------------------------------------------
 
@@ -238,8 +223,8 @@ class SubprocVecEnv(VectorEnv):
         """Return `environment.name(*args, **kwargs)`, or the attribute `name`, of every environment."""
         if name in ("reset", "step", "close"):
             raise ValueError(f"Trying to call function `{name}` with `call`, use `{name}` directly instead.")
-        results = dict(self._command("call", [(n, (name, args, kwargs)) for n in range(self.num_envs)]))
-        return tuple(results.get(n) for n in range(self.num_envs))
+        results = self._command("call", [(n, (name, args, kwargs)) for n in range(self.num_envs)])
+        return tuple(result for _, result in results)
 
     def get_attr(self, name: str) -> tuple[Any, ...]:
         """Return the attribute `name` of every environment."""
@@ -277,14 +262,13 @@ class SubprocVecEnv(VectorEnv):
         """
         states = [state for _, state in self._command("get_state", [(n, None) for n in range(self.num_envs)])]
         observations = map_tree(self._shared.observations, np.copy)  # a reset by mask returns those that it spares
-        return {"envs": states, "seeds": list(self._pool.seeds), "observations": observations}
+        return {"envs": states, "observations": observations}
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Restore what `get_state` returned. Workers may be more or fewer than they were then."""
         if len(state["envs"]) != self.num_envs:
             raise ValueError(f"This state is of {len(state['envs'])} environments, but here are {self.num_envs}.")
         self._command("set_state", list(enumerate(state["envs"])))
-        self._pool.seeds[:] = state["seeds"]
         write_tree(self._shared.observations, state["observations"])
 
     # ---- the pending call -------------------------------------------------------------------------------------------
@@ -297,8 +281,6 @@ class SubprocVecEnv(VectorEnv):
     def _assert_running(self) -> None:
         if self.closed:
             raise ClosedEnvironmentError(f"Trying to operate on `{type(self).__name__}`, after a call to `close()`.")
-        if os.getpid() != self._pool.process:
-            raise RuntimeError("A SubprocVecEnv obeys only the process that made it: make one in the child.")
 
     def _assert_free(self, method: str) -> None:
         self._assert_running()
@@ -309,7 +291,6 @@ class SubprocVecEnv(VectorEnv):
             raise WorkerError(f"Nothing but close() is possible after this: {self._pool.failure}")
 
     def _begin(self, name: str, requests: Requests | None) -> None:
-        self._restarted.clear()
         self._pool.request(name, requests, self._pool.workers)
         self._pending = name
 
@@ -319,58 +300,40 @@ class SubprocVecEnv(VectorEnv):
         if self._pending != name:
             raise NoAsyncCallError(f"Calling `{name}_wait` without any prior call to `{name}_async`.", name)
         self._pending = None
+        lost: Worker | None = None
         while True:
             try:
+                if lost is not None:  # here, since the new worker may be lost as well
+                    self._replace(lost, name)
                 return self._pool.collect(name, self._pool.workers, timeout)
             except WorkerError as error:
-                self._replace(error, name)
+                lost = self._lost_but_replaceable(error, name)
+                logger.warn("%s\nA new worker takes its place.", error)
             except TimeoutError:  # only the patience of this call has ended
                 self._pending = name
                 raise
 
     # ---- after the loss of a worker ---------------------------------------------------------------------------------
 
-    def _replace(self, error: WorkerError, name: str) -> None:
-        """Replace the worker whose loss `error` reports, or raise that."""
+    def _lost_but_replaceable(self, error: WorkerError, name: str) -> Worker:
+        """Return the worker whose loss `error` reports if another may take its place, or raise that error."""
         worker = error.worker
-        begin_anew = {"step": self._begin_anew, "reset": self._reset_again}.get(name)
-        if worker is None or begin_anew is None or self.on_worker_failure != "restart":
+        # A reset with a mask would leave the other environments of a new worker without an episode.
+        begins_all = name == "step" or (name == "reset" and len(self._resets) == self.num_envs)
+        if self.on_worker_failure != "restart" or worker is None or not begins_all:
             raise error
-        if name == "reset" and not {n for n, _ in self._resets}.issuperset(worker.env_indices):
-            raise error
-        self._pool.replace(error, begin_anew)
+        if worker.failures > MAX_RESTARTS:
+            raise WorkerError(f"Gave up after {MAX_RESTARTS} restarts without a finished step. {error}") from error
+        return worker
 
-    def _reset_again(self, worker: Worker) -> None:
-        self._restarted.add(worker)
-        self._pool.run("reset", self._resets, [worker])
-
-    def _begin_anew(self, worker: Worker) -> None:
-        """Begin new episodes in the new environments of a worker that was lost during a step."""
-        self._restarted.add(worker)
-        self._shared.infos.present[worker.env_indices.start : worker.env_indices.stop] = False
-        seeds = self._pool.seeds
-        for n in worker.env_indices:
-            if seeds[n] is not None:  # the same one might lead to the same end: take one that no other has
-                seeds[n] = 1 + max(seed for seed in seeds if seed is not None)
-        self._pool.run("reset", [(n, {"seed": seeds[n]}) for n in worker.env_indices], [worker])
-        if self.autoreset_mode != AutoresetMode.SAME_STEP:
-            worker.forget_reply()
-        if self.autoreset_mode == AutoresetMode.NEXT_STEP:
-            self._pool.run("await_reset", [(n, None) for n in worker.env_indices], [worker])
-
-    def _truncate(self, worker: Worker, infos: dict[str, Any]) -> dict[str, Any]:
-        """End the episodes of a lost worker as the autoreset mode has it: truncated where they were before the step."""
-        shared = self._shared
-        before = copies_of_rows(self._observations_before, self.num_envs)
-        for n in worker.env_indices:
-            shared.rewards[n], shared.terminations[n], shared.truncations[n] = 0.0, False, True
-            info: dict[str, Any] = {"worker_restarted": True}
-            if self.autoreset_mode == AutoresetMode.SAME_STEP:
-                info = {"final_obs": before[n], "final_info": info, **info}
-            else:
-                write_tree(row_of(shared.observations, n), before[n])
-            infos = self._add_info(infos, info, n)
-        return infos
+    def _replace(self, worker: Worker, name: str) -> None:
+        """Put a new worker in the place of one that was lost during a reset or a step, and let it finish that."""
+        self._pool.restart(worker)
+        if name == "reset":
+            self._pool.run("reset", self._resets, [worker])
+        else:
+            before = copies_of_rows(self._observations_before, self.num_envs)
+            self._pool.run("restart", list(enumerate(before)), [worker])
 
     # ---- the end ----------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ class Bug(NamedTuple):
 
 
 SYNC = {"env": test_subproc_vec_env.NoiseEnv, "mode": AutoresetMode.SAME_STEP}
-RESTART = {"context": "fork", "kind": "sigkill", "mode": AutoresetMode.SAME_STEP}
+RESTART = {"kind": "sigkill", "mode": AutoresetMode.SAME_STEP}
 BUGS = {
     "an environment gets the action of its neighbour": Bug(
         "_subproc_worker.py",
@@ -46,9 +46,9 @@ BUGS = {
         SYNC,
     ),
     "the episode of a lost worker comes back as terminated": Bug(
-        "subproc_vec_env.py",
-        "shared.truncations[n] = 0.0, False, True",
-        "shared.truncations[n] = 0.0, True, False",
+        "_subproc_worker.py",
+        "self.truncations[slot] = 0.0, False, True",
+        "self.truncations[slot] = 0.0, True, False",
         test_subproc_faults.test_a_lost_worker_is_replaced_and_only_its_episodes_end,
         RESTART,
     ),
