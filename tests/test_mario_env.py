@@ -157,6 +157,9 @@ def test_an_episode_begins_with_a_reset_and_ends_with_the_only_info(backend: str
     events, document = {"flag_get", "death", "stuck"}, {"document_reward", "document_return"}
     assert set(steps[4][4]) == place | counts | events | document
     assert all(type(value) in (int, bool, float) for value in steps[4][4].values())
+    with pytest.raises(ResetNeeded, match="call reset"):
+        env.step(NOOP)
+    assert_same(env.reset(seed=0)[0], first)
     env.close()
     env.close()
     with pytest.raises(ResetNeeded, match="call reset"):
