@@ -1,5 +1,7 @@
 """Free-running statistics of the simulator against those of the real CybORG, as they were measured on it."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 
 import numpy as np
@@ -12,19 +14,14 @@ from envs.cage2.scenario import BEST_EXPLOITS_FIRST, GREEN_TARGETS
 EPISODES = 4000
 HORIZONS = (30, 50, 100)
 
-# ---------------------------------------------------------------- the four blue policies of the recordings
+# ---- the four blue policies of the recordings ----------------------------------------------------------------------
 # A policy is a function (observations (N, 52), step, generator) -> actions (N,), made anew for each run.
 
 HOST_DECOYS = {
-    0: ("HarakaSMPT", "Apache", "Tomcat", "Vsftpd"),
+    **dict.fromkeys((0, 7), ("HarakaSMPT", "Apache", "Tomcat", "Vsftpd")),
     1: ("HarakaSMPT", "Tomcat", "Apache", "Vsftpd"),
-    2: ("Femitter",),
-    3: ("Femitter",),
-    4: ("HarakaSMPT", "Tomcat"),
-    5: ("HarakaSMPT", "Tomcat"),
-    6: ("HarakaSMPT", "Tomcat"),
-    7: ("HarakaSMPT", "Apache", "Tomcat", "Vsftpd"),
-    8: (),
+    **dict.fromkeys((2, 3), ("Femitter",)),
+    **dict.fromkeys((4, 5, 6), ("HarakaSMPT", "Tomcat")),
     9: ("Apache", "Tomcat", "Smss", "Svchost"),
     10: ("Femitter", "Tomcat", "Apache", "SSHD"),
     11: ("SSHD", "Vsftpd"),
@@ -121,7 +118,7 @@ def react_policy() -> Policy:
 
 POLICIES = {"sleep": sleep_policy, "random": random_policy, "reduced": reduced_policy, "react": react_policy}
 
-# ---------------------------------------------------------------- the real simulator's figures
+# ---- the real simulator's figures -----------------------------------------------------------------------------------
 
 # version red green blue: mean and standard error after 30, 50 and 100 steps, of 400 episodes, or of 100 (leaderboard
 # meander, and red asleep)
@@ -187,24 +184,21 @@ def test_draws_come_about_as_often_as_the_specification_says() -> None:
     env = Cage2VecEnv(EPISODES, {"b_line": 0.5, "meander": 0.5}, green=True, seed=3)
     rng, policy = np.random.default_rng(1), random_policy()
     obs, _ = env.reset()
-    exploits, green, detections = [], [], []
+    b_line = env.true_state()["red_agent"] == RED_AGENTS.index("b_line")
+    drawn = []
     for step in range(100):
         obs, *_ = env.step(policy(obs, step, rng))
-        draws = dict(zip(DRAW_NAMES, env.draws.T.copy(), strict=True))
-        green.append(draws["green_target"])
-        detections.append(draws["red_detect"][draws["red_detect"] >= 0])
-        exploits.append(draws["red_exploit"][draws["red_exploit"] >= 0])
-        if step == 1:
-            first_users = draws["red_target"][env.true_state()["red_agent"] == RED_AGENTS.index("b_line")]
-    targets = np.concatenate(green)
-    assert share_is(np.count_nonzero(targets >= 0), targets.size, 0.5)
+        drawn.append(env.draws.copy())
+    draws = dict(zip(DRAW_NAMES, np.moveaxis(drawn, 2, 0), strict=True))  # (100, EPISODES) each
+    green, detected = draws["green_target"], draws["red_detect"][draws["red_detect"] >= 0]
+    assert share_is(np.count_nonzero(green >= 0), green.size, 0.5)
     scanned = [host for host in range(13) if GREEN_TARGETS >> host & 1]
-    assert set(np.unique(targets)) == {-1, *scanned}
-    assert all(share_is(np.count_nonzero(targets == host), targets.size, 1 / 16) for host in scanned)
-    detected = np.concatenate(detections)
+    assert set(np.unique(green)) == {-1, *scanned}
+    assert all(share_is(np.count_nonzero(green == host), green.size, 1 / 16) for host in scanned)
     assert share_is(np.count_nonzero(detected), detected.size, 0.95)
+    first_users = draws["red_target"][1][b_line]
     assert all(share_is(np.count_nonzero(first_users == host), first_users.size, 0.25) for host in (9, 10, 11, 12))
-    assert set(np.concatenate(exploits)) == set(BEST_EXPLOITS_FIRST)
+    assert set(np.unique(draws["red_exploit"])) == {-1, *BEST_EXPLOITS_FIRST}
 
 
 def test_exploits_are_chosen_with_the_stated_probabilities() -> None:
