@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import copy
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import envs.queueing  # noqa: F401  (registers TwoQueue-v0)
 from envs.normalize import NormalizeObservation, NormalizeReward, RunningMeanStd
 from envs.subproc_vec_env import SubprocVecEnv
+from tests.conftest import assert_same
 
 NUM_ENVS = 3
 ACTIONS = np.zeros((NUM_ENVS, 1), np.float32)
@@ -46,12 +47,19 @@ def test_running_statistics_are_those_of_all_samples_at_once(seed: int, sizes: l
     assert running.count == len(samples)
 
 
-def test_the_prior_fades_at_once() -> None:
-    running = RunningMeanStd()
-    assert (float(running.mean), float(running.var)) == (0.0, 1.0)
-    running.update(np.array([4.0, 6.0]))  # mean 5, variance 1; the prior weighs 1e-4 of a sample
-    assert float(running.mean) == pytest.approx(5.0, abs=1e-3)
-    assert float(running.var) == pytest.approx(1.0, abs=2e-3)
+@pytest.mark.parametrize(
+    ("batch", "mean", "var"),
+    [
+        (np.array([[4.0], [6.0]]), 5.0, 1.0),  # the prior, of mean 0 and variance 1, weighs 1e-4 of a sample
+        (np.array([[300.0], [300.25], [301.0]], np.float16), 300.4, 3.1887),  # squares overflow float16
+        (np.array([[1e20], [0.0]], np.float32), 5e19, 2.5e39),  # and float32
+    ],
+)
+def test_the_prior_fades_at_once_and_squares_are_summed_in_double(batch: Any, mean: float, var: float) -> None:
+    running = RunningMeanStd((1,))
+    assert (running.mean.tolist(), running.var.tolist()) == ([0.0], [1.0])
+    running.update(batch)
+    np.testing.assert_allclose([*running.mean, *running.var], [mean, var], rtol=2e-3)
 
 
 def test_processes_that_share_their_batches_have_the_statistics_of_all() -> None:
@@ -77,23 +85,9 @@ def test_processes_that_share_their_batches_have_the_statistics_of_all() -> None
     alone = RunningMeanStd((2, 3))
     for batch in batches:
         alone.update(batch)
-    np.testing.assert_equal(first.get_state(), second.get_state())
-    np.testing.assert_allclose(first.mean, alone.mean, rtol=1e-12)
-    np.testing.assert_allclose(first.var, alone.var, rtol=1e-12)
-    assert first.count == pytest.approx(alone.count)
-
-
-@pytest.mark.parametrize(
-    ("batch", "mean", "var"),
-    [
-        (np.array([[300.0], [300.25], [301.0]], np.float16), 300.4, 3.1887),  # squares overflow float16
-        (np.array([[1e20], [0.0]], np.float32), 5e19, 2.5e39),  # and float32
-    ],
-)
-def test_squares_are_summed_in_double(batch: Any, mean: float, var: float) -> None:
-    running = RunningMeanStd((1,))
-    running.update(batch)
-    np.testing.assert_allclose([*running.mean, *running.var], [mean, var], rtol=1e-3)
+    assert_same(first.get_state(), second.get_state())
+    for name, value in alone.get_state().items():
+        np.testing.assert_allclose(first.get_state()[name], value, rtol=1e-12)
 
 
 # ---- observations ---------------------------------------------------------------------------------------------------
@@ -132,12 +126,12 @@ def test_evaluation_shares_the_statistics_of_training_and_leaves_them_alone() ->
     training.reset(seed=1)
     for _ in range(2):
         training.step(ACTIONS)
-        statistics = training.statistics.get_state()
+        before = training.statistics.get_state()
         (ours, _), (raw, _) = frozen.reset(seed=5), plain.reset(seed=5)
         for _ in range(10):
             np.testing.assert_array_equal(ours, training.normalize(raw))
             ours, raw = frozen.step(ACTIONS)[0], plain.step(ACTIONS)[0]
-        np.testing.assert_equal(training.statistics.get_state(), statistics)
+        assert_same(training.statistics.get_state(), before)
 
 
 def test_only_boxes_and_only_steps_that_are_transitions_can_be_normalized() -> None:
@@ -179,18 +173,6 @@ def test_the_return_of_a_constant_reward_by_hand() -> None:
     np.testing.assert_array_equal(rewards[2], [2.5] * 3)  # 1 / sqrt(0.0972) = 3.2, clipped
 
 
-def test_the_scale_depends_on_gamma() -> None:
-    """With the wrong gamma it is the scale of another problem: at 0.99 the sums grow ten times as far as at 0.9."""
-    deviations = []
-    for gamma in (0.9, 0.99):
-        wrapped = NormalizeReward(vec("TwoQueue-v0", limit=None), gamma)
-        wrapped.reset(seed=0)
-        for _ in range(400):
-            wrapped.step(ACTIONS)
-        deviations.append(float(wrapped.statistics.var) ** 0.5)
-    assert deviations[1] > 3 * deviations[0]
-
-
 # ---- saved and restored ---------------------------------------------------------------------------------------------
 
 
@@ -200,14 +182,11 @@ def test_a_restored_stack_continues_bit_for_bit() -> None:
     for _ in range(7):
         first.step(ACTIONS)
     state = first.get_state()
-    saved = pickle.dumps(state)
+    saved = copy.deepcopy(state)
     expected = [first.step(ACTIONS) for _ in range(15)]
-    assert pickle.dumps(state) == saved  # a copy
     second.reset(seed=99)
     second.set_state(state)
-    for step in expected:
-        for one, other in zip(second.step(ACTIONS)[:4], step[:4], strict=True):
-            np.testing.assert_array_equal(one, other)
-    assert pickle.dumps(state) == saved
+    assert_same([second.step(ACTIONS) for _ in range(15)], expected)
+    assert_same(state, saved)  # a copy, and not changed by who goes on from it
     first.close()
     second.close()

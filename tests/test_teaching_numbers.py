@@ -409,9 +409,8 @@ def test_a_loop_over_num_updates_plus_1_overruns_the_budget(continuous: ModuleTy
 class GrowingQueue(SmallEnv):
     """A backlog of 10, 20, 30, ..., whatever is done."""
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+    def begin(self) -> None:
         self.state[0] = 0
-        return self.observe(), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         self.state[0] += 10
