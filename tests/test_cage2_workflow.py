@@ -7,7 +7,6 @@ import itertools
 import json
 import math
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,13 +30,17 @@ def action(name: str) -> int:
     return ACTION_NAMES.index(name)
 
 
+def type_of(host: str) -> str:
+    return host.lower().rstrip("01234")
+
+
 # ---- definitions ----------------------------------------------------------------------------------------------------
 
 
 def test_there_are_120_orders_of_the_five_types() -> None:
     assert len(set(workflow.ORDERS)) == 120
     units = [workflow.UNIT_TYPES[unit] for unit in workflow.TYPE_OF_HOST]
-    assert units == [host.lower().rstrip("01234") for host in HOSTS]
+    assert units == [type_of(host) for host in HOSTS]
     for order, ranks, one_hot in zip(workflow.ORDERS, workflow.RANKS, workflow.ONE_HOTS, strict=True):
         assert [order[rank] for rank in ranks] == list(workflow.UNIT_TYPES)
         shown = one_hot.reshape(5, 5)  # row: place, column: type
@@ -62,38 +65,28 @@ def test_a_wrong_workflow_is_refused_in_one_sentence(text: str, message: str) ->
 
 # ---- compliance -----------------------------------------------------------------------------------------------------
 
-# order, hosts that can be cleaned, action: verdicts
-BY_HAND = [
-    # fixing the only compromised host complies with every order
-    (USER_LAST, "User1", "Remove User1", "compliant strict judged"),
-    (USER_FIRST, "Enterprise1", "Restore Enterprise1", "compliant strict judged"),
-    # a higher type is waiting
-    (USER_LAST, "Enterprise2 User1", "Remove User1", "judged"),
-    (USER_FIRST, "Enterprise2 User1", "Restore Enterprise2", "judged"),
-    (USER_LAST, "Enterprise2 User1", "Remove Enterprise2", "compliant strict judged"),
-    # the fixed type's own other units do not matter
-    (USER_LAST, "Enterprise0 Enterprise2", "Restore Enterprise2", "compliant strict judged"),
-    # nothing higher is waiting, but the fixed type is in order too
-    (USER_LAST, "User1", "Restore Enterprise0", "compliant judged"),
-    # what a fix of the wrong type leaves behind does not count for it
-    (USER_LAST, "Op_Host1", "Remove User2", "judged"),
-    # nothing is compromised
-    (USER_LAST, "", "Restore Op_Server0", "needless"),
-    # red's foothold on User0 never ends: it is nothing to repair, in whatever order
-    (USER_FIRST, "User0 Enterprise1", "Restore Enterprise1", "compliant strict judged"),
-    (USER_FIRST, "User0 User1 Enterprise1", "Restore Enterprise1", "judged"),
-    (USER_FIRST, "User0", "Restore User0", "needless"),
-    # no fixes
-    *((USER_FIRST, "User1", name, "") for name in ("Analyse User1", "DecoyFemitter User1", "Sleep", "Monitor")),
-]
+
+def plain_reading(action: int, clearable: np.ndarray, order: int) -> list[str]:
+    """The verdicts on an action where these hosts can be cleaned, by the words of the definition."""
+    verb, _, host = ACTION_NAMES[action].partition(" ")
+    types = workflow.ORDERS[order]
+    # red's foothold on User0 never ends: it is nothing to repair
+    sick = {type_of(name) for name, bad in zip(HOSTS, clearable, strict=True) if bad and name != "User0"}
+    if verb not in ("Remove", "Restore"):
+        return []
+    if not sick:
+        return ["needless"]
+    compliant = not any(types.index(other) < types.index(type_of(host)) for other in sick)
+    strict = type_of(host) == min(sick, key=types.index)
+    return ["compliant"] * compliant + ["strict"] * strict + ["judged"]
 
 
-def check_by_hand(module: Any = workflow) -> None:
-    for order, compromised, fix, expected in BY_HAND:
-        clearable = np.isin(HOSTS, compromised.split())[None]
-        row = module.judge_fixes(np.array([action(fix)]), clearable, module.RANKS[[module.parse_workflow(order)]])[0]
-        verdicts = [name for name, holds in zip(workflow.VERDICTS, row, strict=True) if holds]
-        assert verdicts == expected.split(), (order, compromised, fix)
+def check(module: Any = workflow) -> None:
+    rng = np.random.default_rng(0)
+    actions, clearable, orders = rng.integers(0, 145, 2000), rng.random((2000, 13)) < 0.15, rng.integers(0, 120, 2000)
+    rows = module.judge_fixes(actions, clearable, module.RANKS[orders])
+    for row, *case in zip(rows, actions, clearable, orders, strict=True):
+        assert [name for name, holds in zip(workflow.VERDICTS, row, strict=True) if holds] == plain_reading(*case)
     # 3 of 4 judged fixes comply, 1 of 1 does, and an episode of needless ones alone says nothing
     metrics = module.fix_metrics(np.array([[3, 2, 4, 0], [0, 0, 0, 6], [1, 1, 1, 0]]))
     assert metrics == pytest.approx(
@@ -119,8 +112,8 @@ PLANTED = {
 }
 
 
-def test_fixes_are_judged_and_counted_as_by_hand() -> None:
-    check_by_hand()
+def test_fixes_are_judged_as_defined_and_counted_as_by_hand() -> None:
+    check()
 
 
 @pytest.mark.parametrize("name", PLANTED)
@@ -131,26 +124,7 @@ def test_a_planted_bug_is_caught(name: str) -> None:
     mutant.__package__ = "envs.cage2"
     exec(compile(source.replace(*PLANTED[name]), "mutant", "exec"), mutant.__dict__)
     with pytest.raises(AssertionError):
-        check_by_hand(mutant)
-
-
-def test_verdicts_equal_a_plain_reading_of_the_definition() -> None:
-    rng = np.random.default_rng(0)
-    actions, clearable = rng.integers(0, 145, 2000), rng.random((2000, 13)) < 0.15
-    orders = rng.integers(0, 120, 2000)
-    result = workflow.judge_fixes(actions, clearable, workflow.RANKS[orders])
-    for row, act, mask, number in zip(result, actions, clearable, orders, strict=True):
-        order = workflow.ORDERS[number]
-        words = ACTION_NAMES[act].split()
-        sick = {h.lower().rstrip("01234") for h, bad in zip(HOSTS, mask, strict=True) if bad and h != "User0"}
-        expected = dict.fromkeys(workflow.VERDICTS, False)
-        if words[0] in ("Remove", "Restore"):
-            unit = words[1].lower().rstrip("01234")
-            expected["needless"], expected["judged"] = not sick, bool(sick)
-            if sick:
-                expected["compliant"] = not any(order.index(other) < order.index(unit) for other in sick)
-                expected["strict"] = unit == min(sick, key=order.index)
-        assert dict(zip(workflow.VERDICTS, row.tolist(), strict=True)) == expected
+        check(mutant)
 
 
 # ---- the early stop -------------------------------------------------------------------------------------------------
@@ -356,47 +330,38 @@ def test_the_alignment_reward_is_learnt_from_and_not_reported(
     assert np.isnan(progress["rollout/compliance"]).all()
 
 
-def train_to_comply(
-    cage2: ModuleType, monkeypatch: pytest.MonkeyPatch, evaluated: Callable[[], dict[str, Any]], stop: Any = None
-) -> Callable[..., dict[str, Any]]:
-    """Train where evaluations say what `evaluated` returns, and, if given, `stop` when sampled actions comply."""
-    score = cage2.score
-    monkeypatch.setattr(cage2, "score", lambda *a, **k: score(*a, **k) | evaluated())
-    monkeypatch.setattr(cage2, "is_compliant", stop or cage2.is_compliant)
-    settings: dict[str, Any] = {"workflow": USER_LAST, "red_agent": "b_line", "compliance_threshold": 0.5}
-    return lambda folder, **values: cage2.train(tiny_args(cage2, folder, **settings | values))
+THREE_EPISODES = {"compliance_threshold": 0.0, "min_episodes": 3, "num_envs": 8, "total_timesteps": 2000}
+THIRD = {"eval_every": 100, "total_timesteps": 1000}
+# compliance in the evaluation, a stand-in for `is_compliant`, arguments, and after how many steps training stops
+STOPS: dict[str, tuple[float, Any, dict[str, Any], range | None]] = {
+    # which any policy meets: in the third rollout of 25 steps, or later, but not before
+    "a threshold of 0": (0.4, None, THREE_EPISODES, range(600, 2000)),
+    # it is the best, whatever the returns of those before it
+    "confirmed": (0.9, lambda recent, episodes, *others: episodes.min() >= 3, THIRD, range(300, 1000)),
+    # sampled actions comply, those of the evaluation do not
+    "unconfirmed": (0.4, lambda *args: True, {}, None),
+}
 
 
-def test_training_stops_when_compliance_is_confirmed(
-    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", STOPS)
+def test_training_stops_when_the_evaluation_confirms_compliance(
+    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """With a threshold of 0, which any policy meets: after 3 episodes of each environment, not before."""
-    train = train_to_comply(cage2, monkeypatch, lambda: {"compliance": 0.4})
-    values = {"compliance_threshold": 0.0, "min_episodes": 3, "num_envs": 8, "total_timesteps": 2000}
-    result = train(tmp_path, **values)
-    assert result["compliant"]
-    assert 600 <= result["global_step"] < 2000  # three rollouts of 25 steps hold three episodes of 20
-    assert (tmp_path / "best.pt").exists()
-    assert train(tmp_path, resume=True, **values) == result
-
-
-def test_the_confirmed_policy_is_the_best_whatever_its_return(
-    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    falling = itertools.count(0, -1)
-    train = train_to_comply(
-        cage2, monkeypatch, lambda: {"compliance": 0.9, "score": next(falling)}, lambda recent, n, *a: n.min() >= 3
+    evaluated, sampled_comply, values, stop = STOPS[name]
+    score, falling = cage2.score, itertools.count(0, -1)
+    monkeypatch.setattr(
+        cage2, "score", lambda *a, **k: score(*a, **k) | {"compliance": evaluated, "score": next(falling)}
     )
-    result = train(tmp_path, min_episodes=1, eval_every=100, total_timesteps=1000)
-    assert (result["compliant"], result["global_step"] < 1000) == (True, True)
-    assert cage2.load(tmp_path / "best.pt")["run"]["global_step"] == result["global_step"]
-
-
-def test_an_unconfirmed_stop_is_none(cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampled actions comply, those of the evaluation do not."""
-    train = train_to_comply(cage2, monkeypatch, lambda: {"compliance": 0.4}, lambda *args: True)
-    result = train(tmp_path, min_episodes=1)
-    assert (result["compliant"], result["global_step"]) == (False, 300)
+    monkeypatch.setattr(cage2, "is_compliant", sampled_comply or cage2.is_compliant)
+    settings = {"workflow": USER_LAST, "red_agent": "b_line", "compliance_threshold": 0.5, "min_episodes": 1} | values
+    result = cage2.train(tiny_args(cage2, tmp_path, **settings))
+    assert result["compliant"] == (stop is not None)
+    if stop is None:
+        assert result["global_step"] == 300  # all of them
+    else:
+        assert result["global_step"] in stop
+        assert cage2.load(tmp_path / "best.pt")["run"]["global_step"] == result["global_step"]
+        assert cage2.train(tiny_args(cage2, tmp_path, resume=True, **settings)) == result
 
 
 # ---- which order next: envs/cage2/search.py -------------------------------------------------------------------------

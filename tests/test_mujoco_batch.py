@@ -11,13 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
-import mujoco
 import numpy as np
 import pytest
 from gymnasium.error import ClosedEnvironmentError, ResetNeeded
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
-from envs._mujoco_simulations import Simulations
 from envs.mujoco_batch import TASKS, MujocoBatchVecEnv, is_plain_task
 from tests.conftest import assert_plain, assert_same, python
 
@@ -307,20 +305,6 @@ def test_mistakes_are_answered_in_one_sentence() -> None:
     for call in (envs.reset, envs.get_state, envs.render, lambda: envs.step(np.zeros((2, 3)))):
         with pytest.raises(ClosedEnvironmentError):
             call()
-
-
-def test_an_engine_error_in_one_simulation_is_reported_with_its_number() -> None:
-    # a ball that touches the floor needs more memory than this model grants
-    model = mujoco.MjModel.from_xml_string(
-        "<mujoco><size memory='2K'/><worldbody><geom type='plane' size='9 9 1'/>"
-        "<body pos='0 0 3'><freejoint/><geom size='.3'/></body></worldbody></mujoco>"
-    )
-    sims = Simulations(model, 3, 2)
-    sims.reset(np.arange(3, dtype=np.int32))
-    sims.step(1)
-    sims.qpos[1, 2] = 0.1
-    with pytest.raises(RuntimeError, match=r"MuJoCo failed in 1 of 3 simulations, at number 1: .*out of memory"):
-        sims.step(1)
 
 
 def test_simulations_cannot_be_copied_or_pickled() -> None:
