@@ -14,9 +14,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-from gymnasium.spaces import Box, Discrete
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space
 
 from envs.cage2 import ACTION_NAMES, HOSTS, search, workflow
 from tests.conftest import assert_same, columns, command_line, fork, spy, tiny_args, wait
@@ -134,9 +131,11 @@ def counts(compliant: float, judged: int = 100) -> list[int]:
     return [round(compliant * judged), 0, judged, 0]
 
 
-def stops(*environments: list[list[int]], threshold: float = 0.95, episodes: int = 10) -> bool:
-    """Whether training stops; each environment is the verdicts of its last five episodes."""
-    return workflow.is_compliant(np.array(environments), np.full(len(environments), episodes), threshold, 10)
+def stops(*environments: list[list[int]], threshold: float = 0.95, fewest: int = 10) -> bool:
+    """Whether training stops. Each environment is the verdicts of its last five episodes of at least ten; the first
+    one may have ended fewer."""
+    episodes = np.array([fewest] + [10] * (len(environments) - 1))
+    return workflow.is_compliant(np.array(environments), episodes, threshold, 10)
 
 
 def test_the_documents_example_of_25_environments() -> None:
@@ -146,7 +145,7 @@ def test_the_documents_example_of_25_environments() -> None:
     assert not stops(*shown)
     assert stops(*shown, *others, perfect)
     assert not stops(*shown, *others, others[0])
-    assert not stops(*shown, *others, perfect, episodes=9)
+    assert not stops(*shown, *others, perfect, fewest=9)
 
 
 def test_the_stop_looks_at_the_last_episodes_of_each_environment_with_enough_fixes() -> None:
@@ -155,7 +154,7 @@ def test_the_stop_looks_at_the_last_episodes_of_each_environment_with_enough_fix
     assert stops([once] * 5, [once] * 5)  # 10
     # an episode without a judged fix is left out, and so is an environment without any
     assert stops([counts(1.0), *[nothing] * 4], [nothing] * 5)
-    assert not stops([nothing] * 5, threshold=0.0, episodes=50)
+    assert not stops([nothing] * 5, threshold=0.0)
     # environments count alike, however many fixes they made: (1 + 0.5) / 2
     two = [counts(1.0, 1000)] * 5, [counts(0.5, 2)] * 5
     assert not stops(*two, threshold=0.76)
@@ -165,56 +164,30 @@ def test_the_stop_looks_at_the_last_episodes_of_each_environment_with_enough_fix
 # ---- the wrapper ----------------------------------------------------------------------------------------------------
 
 
-class Scripted(VectorEnv):
-    """One environment in which compromised hosts are given: row t before step t; episodes as long as the script."""
-
-    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
-
-    def __init__(self, compromised: list[str]) -> None:
-        self.num_envs, self.t = 1, 0
-        self.rows = np.array([np.isin(HOSTS, row.split()) for row in compromised])
-        self.single_observation_space, self.single_action_space = Box(0, 1, (52,), np.float32), Discrete(145)
-        self.observation_space = batch_space(self.single_observation_space, 1)
-        self.action_space = batch_space(self.single_action_space, 1)
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        self.t = 0
-        return np.zeros((1, 52), np.float32), {"clearable": self.rows[[0]]}
-
-    def step(self, actions: np.ndarray) -> Any:
-        ended = np.array([self.t + 1 == len(self.rows)])
-        self.t = (self.t + 1) % len(self.rows)
-        final = np.full(1, None, object)
-        final[0] = np.ones(52, np.float32)
-        infos = {"clearable": self.rows[[self.t]], "game_actions": actions}
-        infos |= {"final_obs": final} if ended[0] else {}
-        return np.zeros((1, 52), np.float32), np.full(1, -1.0), ended & False, ended, infos
-
-
-def test_alignment_telescopes_to_lambda_times_the_last_compliance() -> None:
-    """Three of four judged fixes comply: 30 * 0.75 = 22.5. Needless fixes and other actions earn nothing."""
-    env = workflow.WorkflowEnv(Scripted(["", "User1", "User1 Defender", "User1", "User1", "User2"]), USER_LAST, 30.0)
-    env.reset(seed=0)
-    fixes = ["Restore User1", "Remove User1", "Remove User1", "Analyse User1", "Remove User1", "Remove User2"]
-    for _ in range(2):  # the second episode starts anew
-        earned = [float(env.step(np.array([action(fix)]))[4]["alignment"][0]) for fix in fixes]
-        np.testing.assert_allclose(earned, [0, 30, -15, 0, 5, 2.5], atol=1e-9)
-    for _ in fixes:
-        env.step(np.array([action("Restore User1")]))
-    # the early stop judges the last five episodes, the newest first
-    assert env.recent[0].tolist() == [[4, 4, 5, 1], [3, 3, 4, 1], [3, 3, 4, 1], [0] * 4, [0] * 4]
-
-
-def test_an_episode_without_a_judged_fix_costs_a_fifth_of_lambda() -> None:
-    env = workflow.WorkflowEnv(Scripted(["", "User1"]), USER_LAST, 30.0)
-    env.reset(seed=0)
-    assert [env.step(np.array([action(f)]))[4]["alignment"][0] for f in ("Restore User1", "Sleep")] == [0, -6]
-
-
 def games(cage2: ModuleType, num_envs: int, seed: int = 0, **settings: Any) -> Any:
     vec_env = cage2.make_envs(cage2.Args(**settings), num_envs)
     vec_env.reset(seed=seed)
     return vec_env
+
+
+def test_alignment_telescopes_to_lambda_times_the_last_compliance(cage2: ModuleType) -> None:
+    """Over an episode 30 times the share of compliant fixes; -6, a fifth of 30, where none was judged. The early stop
+    judges the last five episodes, the newest first."""
+    vec_env, rng = games(cage2, 16, workflow="any", red_agent="b_line", max_steps=12), np.random.default_rng(0)
+    episodes: list[np.ndarray] = []
+    for _ in range(7):
+        earned = np.zeros(16)
+        for _ in range(12):
+            actions = np.where(rng.random(16) < 0.2, rng.integers(12, 36, 16), 0)  # a fix, or Sleep
+            _, _, _, truncated, infos = vec_env.step(actions)
+            earned += infos["alignment"]
+        assert truncated.all()
+        compliant, _, judged, _ = infos["fixes"].T
+        np.testing.assert_allclose(earned, np.where(judged, 30 * compliant / np.maximum(judged, 1), -6), atol=1e-9)
+        episodes.append(infos["fixes"])
+    np.testing.assert_array_equal(vec_env.recent, np.stack(episodes[:1:-1], axis=1))
+    assert {0, 1} < set(np.array(episodes)[..., workflow.JUDGED].flat)
+    assert 0 < np.sum(episodes, (0, 1))[workflow.COMPLIANT] < np.sum(episodes, (0, 1))[workflow.JUDGED]
 
 
 def test_the_final_observation_shows_the_order_of_the_episode_that_ended(cage2: ModuleType) -> None:
@@ -385,12 +358,9 @@ def test_the_mallows_kernel_is_positive_definite_and_the_documents_is_not() -> N
     assert np.linalg.eigvalsh(of_document).min() == pytest.approx(-0.69, abs=0.01)
 
 
-def test_the_posterior_of_one_and_two_observations_in_closed_form() -> None:
+def test_the_posterior_of_two_observations_in_closed_form() -> None:
     kernel = search.mallows_kernel(0.3)
-    mean, std = search.gp_posterior(kernel, [4], np.array([2.0]), np.array([0.5]))
-    np.testing.assert_allclose(mean, kernel[4] * 2.0 / 1.5)
-    np.testing.assert_allclose(std, np.sqrt(1 - kernel[4] ** 2 / 1.5))
-    # two observations: the inverse of [[1 + s, k], [k, 1 + t]]
+    # the inverse of [[1 + s, k], [k, 1 + t]]
     k, s, t = kernel[4, 50], 0.1, 0.4
     inverse = np.array([[1 + t, -k], [-k, 1 + s]]) / ((1 + s) * (1 + t) - k**2)
     mean, std = search.gp_posterior(kernel, [4, 50], np.array([2.0, -1.0]), np.array([s, t]))
