@@ -10,6 +10,8 @@ Green's rest came about as often as our probabilities say. Exit code 1 on any mi
 nothing to replay.
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
 from collections import Counter
@@ -22,6 +24,7 @@ import numpy as np
 from envs import cage2
 from envs.cage2 import scenario
 
+SAMPLE = Path(__file__).parent / "data" / "cage2_sample"
 ARRAYS = (
     "obs", "obs_cardiff", "reward", "red_success", "blue_success", "red_access", "red_sessions", "decoys",
     "n_vsftpd", "malware", "red_options", "red_known_ip", "ot_known", "ot_up", "red_choice", "red_stage",
@@ -48,37 +51,40 @@ def recorded_tape(trace: dict[str, np.ndarray], step: int, state: ModuleType) ->
     return tape
 
 
-def unpack(bit_sets: np.ndarray) -> np.ndarray:
-    """(N,) sets of hosts -> (N, 13) zeros and ones."""
-    return (bit_sets[:, None] >> np.arange(scenario.NUM_HOSTS)) & 1
-
-
-def red_options(states: np.ndarray, exploit_options: Any) -> np.ndarray:
-    """(N, 13) sets of exploits that red considers on each host, from its port lists."""
-    return np.array([[int(exploit_options(int(ports))) for ports in row] for row in states["ports"]])
-
-
-def red_choice(states: np.ndarray, trace: dict[str, np.ndarray], t: int) -> np.ndarray:
-    """(N,) whether red did what was recorded and every recorded outcome was possible."""
-    same = states["impossible_draw"] == 0
+def hidden_state(
+    states: np.ndarray, rewards: np.ndarray, trace: dict[str, np.ndarray], t: int, red_agent: str, rules: ModuleType
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """What is so after step t in our game and was so in the recorded one, by array."""
+    num_envs = len(states)
+    recorded = {name: values[:, t] for name, values in trace.items() if values.ndim > 1}
+    alike = ("red_success", "blue_success", "red_access", "decoys", "malware", "ot_known", "ot_up")
+    options = np.array([[int(rules.exploit_options(int(ports))) for ports in row] for row in states["ports"]])
+    possible = states["impossible_draw"] == 0  # red did what was recorded, and every recorded outcome was possible
     for name in ("red_action", "red_target", "red_subnet", "red_exploit"):
-        same &= states[name] == trace[name][:, t]
-    return same
+        possible &= states[name] == recorded[name]
+    return {name: (states[name], recorded[name]) for name in alike} | {
+        "reward": (rewards.astype(np.float32), recorded["reward"]),
+        "red_sessions": (states["sessions"], recorded["red_sessions"]),
+        "n_vsftpd": (states["num_vsftpd"], recorded["n_vsftpd"]),
+        "red_options": (options, recorded["red_options"]),
+        "red_known_ip": ((states["known_ips"][:, None] >> np.arange(scenario.NUM_HOSTS)) & 1, recorded["red_known_ip"]),
+        "red_choice": (possible, np.ones(num_envs, bool)),
+        "red_stage": (states["stage"] if red_agent == "b_line" else np.full(num_envs, -1), recorded["red_state"]),
+    }
 
 
 class DrawRates:
     """How often the recorded outcome of each kind of two-way draw came about, against our probability."""
 
     def __init__(self, modules: Any) -> None:
-        self.modules = modules
-        tables = modules.scenario
+        self.modules, tables = modules, modules.scenario
         self.probability = {
             "green_target": tables.GREEN_ACTS_PROBABILITY,
             "red_exploit": tables.TOP_EXPLOIT_PROBABILITY,
             "red_detect": tables.DETECTION_PROBABILITY,
         }
-        self.count = dict.fromkeys(self.probability, 0)
-        self.total = dict.fromkeys(self.probability, 0)
+        self.count: Counter[str] = Counter()
+        self.total: Counter[str] = Counter()
 
     def add(self, states: np.ndarray) -> None:
         """Take in the outcomes of one step (N,)."""
@@ -134,19 +140,6 @@ def replay(
         compared[name] += theirs.size
         wrong[name] += int(np.count_nonzero(ours != theirs))
 
-    def compare_hidden_state(states: np.ndarray, rewards: np.ndarray, t: int) -> None:
-        compare("reward", rewards.astype(np.float32), trace["reward"][:, t])
-        for name in ("red_success", "blue_success", "red_access", "decoys", "malware", "ot_known", "ot_up"):
-            compare(name, states[name], trace[name][:, t])
-        compare("red_sessions", states["sessions"], trace["red_sessions"][:, t])
-        compare("n_vsftpd", states["num_vsftpd"], trace["n_vsftpd"][:, t])
-        compare("red_options", red_options(states, modules.rules.exploit_options), trace["red_options"][:, t])
-        compare("red_known_ip", unpack(states["known_ips"]), trace["red_known_ip"][:, t])
-        compare("red_choice", red_choice(states, trace, t), np.ones(num_envs, bool))
-        stage = states["stage"] if red_agent == "b_line" else np.full(num_envs, -1)
-        compare("red_stage", stage, trace["red_state"][:, t])
-        rates.add(states)
-
     for wrapper, obs_name in (("challenge", "obs"), ("cardiff", "obs_cardiff")):
         states = modules.simulator.new_states(
             num_envs, red_agent, green, "leaderboard" if leaderboard else "head", wrapper, max_steps=num_steps
@@ -159,7 +152,9 @@ def replay(
             rewards, _ = modules.simulator.step(states, actions, recorded_tape(trace, t, modules.state), obs)
             compare(obs_name, obs, trace[obs_name][:, t + 1])
             if wrapper == "challenge":
-                compare_hidden_state(states, rewards, t)
+                for name, pair in hidden_state(states, rewards, trace, t, red_agent, modules.rules).items():
+                    compare(name, *pair)
+                rates.add(states)
             if stop_at_first and any(wrong.values()):
                 break
         compared["draw_rates"], wrong["draw_rates"] = rates.result()
@@ -174,20 +169,16 @@ def main(argv: list[str] | None = None) -> int:
     directory = parser.parse_args(argv).directory
     paths = sorted(directory.glob("*.npz"))
     if not paths:
-        print(
-            f"There is no .npz recording in {directory}; name a folder like ../shared/cage2/traces.",
-            file=sys.stderr,
-        )
+        print(f"There is no .npz recording in {directory}; name a folder like ../shared/cage2/traces.", file=sys.stderr)
         return 2
-    total: Counter[str] = Counter()
+    total = np.zeros(2, int)
     for path in paths:
         counts = replay(path)
-        total["compared"] += sum(compared for compared, _ in counts.values())
-        total["wrong"] += sum(wrong for _, wrong in counts.values())
+        total += np.sum(list(counts.values()), axis=0)
         columns = "  ".join(f"{name} {compared}/{wrong}" for name, (compared, wrong) in counts.items())
         print(f"{path.stem}: {columns}", flush=True)
-    print(f"{len(paths)} files (compared/mismatches): {total['compared']} compared, {total['wrong']} mismatches")
-    return 1 if total["wrong"] else 0
+    print(f"{len(paths)} files (compared/mismatches): {total[0]} compared, {total[1]} mismatches")
+    return 1 if total[1] else 0
 
 
 if __name__ == "__main__":

@@ -263,21 +263,41 @@ def minibatches_of(calls: list[tuple[tuple[Any, ...], Any]]) -> list[Any]:
 
 
 def assert_same(actual: Any, expected: Any, where: str = "") -> None:
-    """The same nested structure, to the last bit (nan equals nan)."""
+    """The same nested structure, types and shapes included, to the last bit (but any nan equals any)."""
     assert type(actual) is type(expected), where
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys(), where
         for key in expected:
             assert_same(actual[key], expected[key], f"{where}[{key!r}]")
-    elif isinstance(expected, list | tuple):
+    elif isinstance(expected, list | tuple) or (isinstance(expected, np.ndarray) and expected.dtype == object):
         assert len(actual) == len(expected), where
         for i, (one, other) in enumerate(zip(actual, expected, strict=True)):
             assert_same(one, other, f"{where}[{i}]")
     elif isinstance(expected, torch.Tensor):
         assert actual.dtype == expected.dtype, where
         torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True, msg=where)
+    elif isinstance(expected, np.ndarray):
+        np.testing.assert_array_equal(actual, expected, where, strict=True)
+        assert expected.dtype.kind != "f" or (np.signbit(actual) == np.signbit(expected))[expected == 0].all(), where
     else:
         np.testing.assert_equal(actual, expected, err_msg=where)
+
+
+def assert_plain(state: Any) -> None:
+    """Nothing but numbers, texts and arrays of numbers, in dicts and lists: what a checkpoint can hold."""
+    if isinstance(state, dict | list | tuple):
+        for value in state.values() if isinstance(state, dict) else state:
+            assert_plain(value)
+    elif isinstance(state, np.ndarray):
+        assert state.dtype.kind in "biuf", state.dtype
+    else:
+        assert state is None or type(state) in (bool, int, float, str), type(state)
+
+
+def python(*argv: object, folder: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A Python process of its own, with the repository on its path; it ends within two minutes."""
+    command, variables = [sys.executable, *map(str, argv)], os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False, timeout=120)
 
 
 def command_line(script: ModuleType, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
@@ -302,8 +322,7 @@ def run_main(continuous: ModuleType, capsys: pytest.CaptureFixture[str]) -> Call
 
 def run_program(script: ModuleType, folder: Path, *argv: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The script as its users start it, from a folder that is not the repository's."""
-    command, variables = [sys.executable, str(script.__file__), *argv], os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, cwd=folder, env=variables | environment, capture_output=True, text=True, check=False)
+    return python(str(script.__file__), *argv, folder=folder, **environment)
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import gymnasium
@@ -19,6 +20,14 @@ class SmallEnv(gymnasium.Env):
         self.action_space = spaces.Box(-1.0, 1.0, (action_dim,), np.float32)
         self.render_mode = render_mode
         self.state = np.zeros(obs_dim)
+
+    def begin(self) -> None:
+        """Set `state` to that of a new episode."""
+
+    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
+        super().reset(seed=seed)
+        self.begin()
+        return self.observe(), {}
 
     def observe(self) -> np.ndarray:
         return self.state.astype(np.float32)
@@ -48,10 +57,8 @@ class KnownValuesEnv(SmallEnv):
     def __init__(self, render_mode: str | None = None) -> None:
         super().__init__(obs_dim=1, render_mode=render_mode)
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
-        super().reset(seed=seed)
+    def begin(self) -> None:
         self.state[0] = self.np_random.integers(1, 9)
-        return self.observe(), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         self.state[0] -= 1
@@ -73,10 +80,8 @@ class TargetEnv(SmallEnv):
     def __init__(self, render_mode: str | None = None) -> None:
         super().__init__(obs_dim=1, render_mode=render_mode)
 
-    def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
-        super().reset(seed=seed)
+    def begin(self) -> None:
         self.state[0] = self.np_random.uniform(-1, 1)
-        return self.observe(), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         return self.observe(), -float((float(action[0]) - self.state[0] / 2) ** 2), True, False, {}
@@ -86,24 +91,20 @@ class PoisonEnv(SmallEnv):
     """Fine until its step number `at`, then `what` ("reward" or "obs") is `value`, if its seed is `seed`."""
 
     def __init__(
-        self,
-        what: str = "reward",
-        value: float = np.nan,
-        at: int = 20,
-        seed: int = 3,
-        render_mode: str | None = None,
+        self, what: str = "reward", value: float = np.nan, at: int = 20, seed: int = 3, render_mode: str | None = None
     ) -> None:
         super().__init__(obs_dim=2, render_mode=render_mode)
         self.what, self.value, self.at, self.poisoned_seed = what, value, at, seed
         self.poisoned = False
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
-        super().reset(seed=seed)
         if seed is not None:
             self.poisoned = seed == self.poisoned_seed
             self.state[:] = 0  # state[0]: steps since the seed, over all episodes
+        return super().reset(seed=seed)
+
+    def begin(self) -> None:
         self.state[1] = self.np_random.normal()
-        return self.observe(), {}
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         self.state[0] += 1
@@ -152,8 +153,5 @@ CLASSES = {"KnownValues": KnownValuesEnv, "Target": TargetEnv, "Poison": PoisonE
            "WholeNumbers": WholeNumbersEnv, "Dict": DictEnv}  # fmt: skip
 for _name, _class in CLASSES.items():
     gymnasium.register(f"{_name}-v0", entry_point=_class)
-for _what in ("reward", "obs"):
-    for _value in (np.nan, np.inf):
-        gymnasium.register(
-            f"Poison-{_what}-{_value}-v0", entry_point=PoisonEnv, kwargs={"what": _what, "value": _value}
-        )
+for _what, _value in itertools.product(("reward", "obs"), (np.nan, np.inf)):
+    gymnasium.register(f"Poison-{_what}-{_value}-v0", entry_point=PoisonEnv, kwargs={"what": _what, "value": _value})

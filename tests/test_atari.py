@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,20 +16,22 @@ import torch
 from gymnasium.utils.env_checker import check_env
 
 from envs.atari import FIRE, AtariError, AtariGame
-from tests.conftest import assert_same, columns, tiny_args
+from tests.conftest import assert_same, columns, command_line, spy, tiny_args
 
 installed = all(importlib.util.find_spec(package) for package in ("ale_py", "cv2"))
 needs_ale = pytest.mark.skipif(not installed, reason="needs pip install ale-py opencv-python-headless")
-GAME: dict[str, Any] = {"num_steps": 16, "total_timesteps": 32, "minibatch_growth": 1, "update_epochs": 1,
-                        "amp": False, "reset_steps": 30, "noop_max": 30}  # fmt: skip
+GAME: dict[str, Any] = {"env_id": "ALE/SpaceInvaders-v5", "num_steps": 16, "total_timesteps": 32, "minibatch_growth": 1,
+                        "update_epochs": 1, "amp": False, "reset_steps": 30, "noop_max": 30}  # fmt: skip
 NOOP = 0
 
 
-def tiny(mario: ModuleType, logdir: Path, **values: Any) -> Any:
-    return tiny_args(mario, logdir, **{"env_id": "ALE/SpaceInvaders-v5"} | GAME | values)
+def begun(name: str, seed: int = 0, **options: Any) -> AtariGame:
+    env = AtariGame(f"ALE/{name}-v5", **options)
+    env.reset(seed=seed)
+    return env
 
 
-def play(env: gym.Env, steps: int, seed: int) -> list[Any]:
+def play(env: gym.Env, steps: int, seed: int = 0) -> list[Any]:
     """Everything that `steps` random actions lead to, new games included."""
     rng, seen = np.random.default_rng(seed), []
     for _ in range(steps):
@@ -51,8 +54,7 @@ def test_gymnasium_accepts_a_game() -> None:
         with pytest.raises(ValueError, match="takes the integers 0 to 5"):
             env.step(action)
     screen: Any = env.render()
-    assert (screen.shape, screen.dtype) == ((210, 160, 3), np.uint8)
-    assert env.metadata["render_fps"] == 15
+    assert (screen.shape, screen.dtype, env.metadata["render_fps"]) == ((210, 160, 3), np.uint8, 15)
 
 
 @needs_ale
@@ -62,11 +64,10 @@ def test_a_frame_is_the_brightest_of_the_last_two_of_four_grey_ones_at_84_by_84(
 
     env = AtariGame("ALE/Breakout-v5", noop_max=0, sticky_action_probability=0.0)
     raw: Any = gym.make("ALE/Breakout-v5", frameskip=1, repeat_action_probability=0.0, obs_type="grayscale").unwrapped
-    first, _ = env.reset(seed=0)
+    obs, _ = env.reset(seed=0)
     raw.reset(seed=0)
-    actions, pictures, total = [FIRE, 2, 2, 3, 2, 3, 3, 2], [], 0.0
-    obs = first
-    for step, action in enumerate(actions):
+    pictures, total = [], 0.0
+    for step, action in enumerate([FIRE, 2, 2, 3, 2, 3, 3, 2]):
         if step > 0:  # reset() has pressed FIRE
             obs, reward, *_ = env.step(action)
             total += float(reward)
@@ -85,8 +86,7 @@ def test_a_frame_is_the_brightest_of_the_last_two_of_four_grey_ones_at_84_by_84(
 @needs_ale
 def test_every_life_begins_with_fire_and_the_game_goes_on_to_the_last() -> None:
     """In Breakout a ball that nobody meets is lost after about 24 steps; but it never flies unless FIRE is pressed."""
-    env = AtariGame("ALE/Breakout-v5")
-    env.reset(seed=0)
+    env = begun("Breakout")
     lost, terminated, step = [], False, 0
     while not terminated:
         obs, _, terminated, truncated, info = env.step(NOOP)
@@ -98,14 +98,8 @@ def test_every_life_begins_with_fire_and_the_game_goes_on_to_the_last() -> None:
             assert (obs == obs[0]).all()  # a new life knows no frames of the last
     assert [over for _, over in lost] == [False] * 4 + [True]
     assert all(15 < gap < 35 for gap in np.diff([0, *(step for step, _ in lost)]))
-
-
-@needs_ale
-def test_a_game_without_fire_and_lives_loses_none() -> None:
-    env = AtariGame("ALE/Freeway-v5", noop_max=0, max_episode_steps=20)
-    env.reset(seed=0)
-    seen = [env.step(1) for _ in range(19)]
-    assert [info for *_, info in seen] == [{}] * 19
+    without_lives = begun("Freeway")
+    assert [without_lives.step(1)[4] for _ in range(20)] == [{}] * 20
 
 
 @needs_ale
@@ -124,26 +118,21 @@ def test_max_episode_steps_truncates() -> None:
 @pytest.mark.parametrize("steps", [1, 60])  # 60: after lost lives
 def test_a_restored_game_goes_on_to_the_bit(steps: int) -> None:
     """Sticky actions, waiting before the next games, frames and lives included."""
-    env = AtariGame("ALE/Breakout-v5")
-    env.reset(seed=3)
-    play(env, steps, seed=0)
+    env, other = begun("Breakout", seed=3), begun("Breakout", seed=4)
+    play(env, steps)
     state = env.get_state()
     expected = play(env, 300, seed=1)
-    other = AtariGame("ALE/Breakout-v5")
-    other.reset(seed=4)
     play(other, 40, seed=2)
     other.set_state(state)
     assert_same(other.get_state(), state)
     assert_same(play(other, 300, seed=1), expected)
-    assert sum(isinstance(entry, np.ndarray) for entry in expected) >= 1  # a game has ended meanwhile
+    assert any(isinstance(entry, np.ndarray) for entry in expected)  # a game has ended meanwhile
 
 
 @needs_ale
 def test_a_restored_game_knows_the_action_that_sticks() -> None:
     """Whatever the restoring game did last: the first frames after 40 restores."""
-    env, other = AtariGame("ALE/Breakout-v5"), AtariGame("ALE/Breakout-v5")
-    env.reset(seed=3)
-    other.reset(seed=4)
+    env, other = begun("Breakout", seed=3), begun("Breakout", seed=4)
     for _ in range(40):
         env.step(2)  # right
         other.step(3)  # left
@@ -157,7 +146,7 @@ def test_equal_seeds_give_equal_games_and_others_do_not() -> None:
     env = AtariGame("ALE/Breakout-v5")
 
     def game(seed: int) -> list[Any]:
-        return [env.reset(seed=seed)[0], *play(env, 40, seed=0)]
+        return [env.reset(seed=seed)[0], *play(env, 40)]
 
     first = game(1)
     assert_same(game(1), first)
@@ -174,14 +163,6 @@ def test_options_out_of_range_are_refused(options: dict[str, Any]) -> None:
 
 
 @needs_ale
-def test_the_flags_of_the_games_reach_them(mario: ModuleType, tmp_path: Path) -> None:
-    flags = {"frame_stack": 2, "skip": 3, "noop_max": 5, "sticky_action_probability": 0.5}
-    env: Any = mario.make_env(tiny(mario, tmp_path, **flags))
-    known = (len(env.reset()[0]), env.env.frame_skip, env.env.noop_max, env.env.env.repeat_action_probability)
-    assert known == tuple(flags.values())
-
-
-@needs_ale
 def test_a_state_with_other_frames_is_refused() -> None:
     state = AtariGame("ALE/Pong-v5", frame_stack=2).get_state()
     with pytest.raises(ValueError, match="holds 2 frames, not 4"):
@@ -195,23 +176,30 @@ def test_missing_packages_are_named(
     mario: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("envs.atari.importlib.util.find_spec", lambda name: None)
-    assert mario.main(["--env-id", "ALE/Pong-v5"]) == 2
-    message = capsys.readouterr().err
+    code, _, message = command_line(mario, capsys)("--env-id", "ALE/Pong-v5")
+    assert (code, "Traceback" in message) == (2, False)
     assert "pip install ale-py opencv-python-headless" in message
-    assert "Traceback" not in message
     with pytest.raises(AtariError):
         AtariGame("ALE/Pong-v5")
 
 
 @needs_ale
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("ALE/Breakou-v5", "Did you mean: `Breakout`?"),
+        ("ALE/Breakout-v4", ""),
+        ("ALE/", ""),
+        ("ALE/nothing", ""),
+        ("ALE/Pong-v5 --frame-stack 0", ""),
+    ],
+)
 def test_an_unknown_game_is_refused_with_the_closest_name(
-    mario: ModuleType, capsys: pytest.CaptureFixture[str]
+    mario: ModuleType, capsys: pytest.CaptureFixture[str], flags: str, message: str
 ) -> None:
-    assert mario.main(["--env-id", "ALE/Breakou-v5"]) == 2
-    assert "Did you mean: `Breakout`?" in capsys.readouterr().err
-    for flags in (["ALE/Breakout-v4"], ["ALE/"], ["ALE/not a name"], ["ALE/Pong-v5", "--frame-stack", "0"]):
-        assert mario.main(["--env-id", *flags]) == 2
-        assert capsys.readouterr().err.startswith("error: ")
+    code, _, error = command_line(mario, capsys)("--env-id", *flags.split())
+    assert (code, error.startswith("error: ")) == (2, True)
+    assert message in error
 
 
 def test_the_preset_has_the_published_values(mario: ModuleType) -> None:
@@ -226,64 +214,56 @@ def test_the_preset_has_the_published_values(mario: ModuleType) -> None:
     assert {name: getattr(args, name) for name in expected} == expected
 
 
+@needs_ale
+def test_the_flags_of_the_games_reach_them(mario: ModuleType, tmp_path: Path) -> None:
+    flags = {"frame_stack": 2, "skip": 3, "noop_max": 5, "sticky_action_probability": 0.5}
+    env: Any = mario.make_env(tiny_args(mario, tmp_path, **GAME | flags))
+    known = (len(env.reset()[0]), env.env.frame_skip, env.env.noop_max, env.env.env.repeat_action_probability)
+    assert known == tuple(flags.values())
+
+
 # ---- training -------------------------------------------------------------------------------------------------------
+
+Learn = Callable[..., tuple[torch.Tensor, torch.Tensor, dict[str, list[float]]]]
 
 
 @pytest.fixture
-def rollouts(mario: ModuleType, monkeypatch: pytest.MonkeyPatch) -> list[dict[str, torch.Tensor]]:
-    """Rewards and terminations of each rollout as the learner saw them, added while a run goes on."""
-    seen: list[dict[str, torch.Tensor]] = []
-    original = mario.compute_gae
+def learn(mario: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Learn:
+    """Train on a game with a policy that always takes one action, sampled or not, in `tmp_path`: rewards and
+    terminations of the first rollout as the learner saw them, and the run's progress."""
 
-    def spy(rewards: Any, values: Any, next_values: Any, terminations: Any, *others: Any) -> Any:
-        seen.append({"rewards": rewards.clone(), "terminations": terminations.clone()})
-        return original(rewards, values, next_values, terminations, *others)
+    def train(name: str, action: int, **values: Any) -> tuple[torch.Tensor, torch.Tensor, dict[str, list[float]]]:
+        chosen = lambda policy: torch.full((len(policy.logits),), action)  # noqa: E731
+        monkeypatch.setattr(mario.Categorical, "sample", chosen)
+        monkeypatch.setattr(mario.Categorical, "mode", property(chosen))
+        calls = spy(monkeypatch, mario, "compute_gae")
+        mario.train(tiny_args(mario, tmp_path, **GAME | {"env_id": f"ALE/{name}-v5"} | values))
+        rewards, _, _, terminations, *_ = calls[0][0]
+        return rewards, terminations, columns(tmp_path)
 
-    monkeypatch.setattr(mario, "compute_gae", spy)
-    return seen
-
-
-def always(mario: ModuleType, action: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let every policy take this action, sampled or not."""
-    monkeypatch.setattr(mario.Categorical, "sample", lambda self: torch.full((len(self.logits),), action))
-    monkeypatch.setattr(mario.Categorical, "mode", property(lambda self: torch.full((len(self.logits),), action)))
+    return train
 
 
 @needs_ale
 @pytest.mark.parametrize("sign_reward", [True, False])
 def test_a_run_learns_from_signs_and_reports_points(
-    mario: ModuleType,
-    sign_reward: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    rollouts: list[dict[str, torch.Tensor]],
+    mario: ModuleType, learn: Learn, tmp_path: Path, sign_reward: bool
 ) -> None:
     """Phoenix: the first shot hits a bird of 20 points."""
-    always(mario, FIRE, monkeypatch)
-    values = {"env_id": "ALE/Phoenix-v5", "sign_reward": sign_reward, "num_steps": 12, "total_timesteps": 24}
-    mario.train(tiny(mario, tmp_path / "run", **values))
-    assert rollouts[0]["rewards"].sum(0).tolist() == ([1, 1] if sign_reward else [20, 20])
-    points = mario.load(tmp_path / "run" / "latest.pt")["envs"]["returns"]
-    assert points.tolist() == [20, 20]
-    assert columns(tmp_path / "run")["eval/mean_return"][-1] == 20
-    assert (tmp_path / "run" / "best.pt").exists()
+    rewards, _, progress = learn("Phoenix", FIRE, sign_reward=sign_reward, num_steps=12, total_timesteps=24)
+    assert rewards.sum(0).tolist() == ([1, 1] if sign_reward else [20, 20])
+    assert mario.load(tmp_path / "latest.pt")["envs"]["returns"].tolist() == [20, 20]
+    assert progress["eval/mean_return"][-1] == 20
+    assert (tmp_path / "best.pt").exists()
 
 
 @needs_ale
 @pytest.mark.parametrize("episodic_life", [True, False])
-def test_a_lost_life_ends_the_learners_episode_alone(
-    mario: ModuleType,
-    episodic_life: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    rollouts: list[dict[str, torch.Tensor]],
-) -> None:
+def test_a_lost_life_ends_the_learners_episode_alone(learn: Learn, episodic_life: bool) -> None:
     """Breakout, nobody hitting the ball: the learner sees five terminations a game, the record one episode."""
-    always(mario, NOOP, monkeypatch)
-    values = {"env_id": "ALE/Breakout-v5", "num_steps": 140, "total_timesteps": 280, "reset_steps": None}
-    mario.train(tiny(mario, tmp_path / "run", episodic_life=episodic_life, **values))
-    assert rollouts[0]["terminations"].sum(0).tolist() == ([5, 5] if episodic_life else [1, 1])
-    progress = columns(tmp_path / "run")
+    values = {"episodic_life": episodic_life, "num_steps": 140, "total_timesteps": 280, "reset_steps": None}
+    _, terminations, progress = learn("Breakout", NOOP, **values)
+    assert terminations.sum(0).tolist() == ([5, 5] if episodic_life else [1, 1])
     assert progress["counters/resets"] == [2]
     for name in ("rollout/episodic_length", "eval/mean_length"):
         assert progress[name][0] == pytest.approx(5 * 24, abs=10)
@@ -291,40 +271,37 @@ def test_a_lost_life_ends_the_learners_episode_alone(
 
 @needs_ale
 def test_a_life_lost_in_the_step_of_the_time_limit_is_a_termination(
-    mario: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rollouts: list[dict[str, torch.Tensor]]
+    mario: ModuleType, learn: Learn, tmp_path: Path
 ) -> None:
     """In that step the info is already the next episode's; that a life was lost stands in its final_info."""
-    always(mario, NOOP, monkeypatch)
-    values = {"env_id": "ALE/Breakout-v5", "num_envs": 1, "num_minibatches": 1, "episodic_life": True}
+    values = {"num_envs": 1, "num_minibatches": 1, "episodic_life": True}
 
     def first_loss(limit: int | None) -> tuple[int, bool]:
         """The step that costs the first life, and whether the time limit cuts the episode in it."""
-        env = mario.make_env(tiny(mario, tmp_path, **values, reset_steps=limit))
+        game = GAME | values | {"env_id": "ALE/Breakout-v5", "reset_steps": limit}
+        env = mario.make_env(tiny_args(mario, tmp_path, **game))
         env.reset(seed=1)
-        step, truncated = 0, False
-        info: dict[str, Any] = {}
+        step, truncated, info = 0, False, {}
         while not (truncated or info):
             *_, truncated, info = env.step(NOOP)
             step += 1
-        env.close()
         return step, truncated and bool(info)
 
     steps, _ = first_loss(None)
     limit = next(limit for limit in range(steps, steps + 40) if first_loss(limit) == (steps, True))
-    args = tiny(mario, tmp_path / "run", **values, reset_steps=limit, num_steps=steps, total_timesteps=steps, seed=1)
-    mario.train(args)
-    assert rollouts[0]["terminations"].flatten().tolist() == [False] * (steps - 1) + [True]
-    assert columns(tmp_path / "run")["counters/resets"] == [1]
+    sizes = {"reset_steps": limit, "num_steps": steps, "total_timesteps": steps, "seed": 1}
+    _, terminations, progress = learn("Breakout", NOOP, **values, **sizes)
+    assert terminations.flatten().tolist() == [False] * (steps - 1) + [True]
+    assert progress["counters/resets"] == [1]
 
 
 @needs_ale
 def test_play_writes_the_beginning_of_a_game_as_a_gif(
     mario: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    mario.train(tiny(mario, tmp_path / "run"))
-    capsys.readouterr()
-    assert mario.main(["play", "--logdir", str(tmp_path / "run"), "--save-gif", "--gif-frames", "10"]) == 0
-    assert "flag" not in capsys.readouterr().out
-    (gif,) = (tmp_path / "run" / "gifs").glob("*.gif")
+    mario.train(tiny_args(mario, tmp_path, **GAME))
+    code, out, _ = command_line(mario, capsys)("play", "--logdir", str(tmp_path), "--save-gif", "--gif-frames", "10")
+    assert (code, "flag" in out) == (0, False)
+    (gif,) = (tmp_path / "gifs").glob("*.gif")
     with PIL.Image.open(gif) as picture:
         assert picture.size == (160, 210)

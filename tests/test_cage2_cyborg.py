@@ -4,6 +4,8 @@ The stand-in plays by our own rules and has nothing of its own but the old gym i
 only, `step(a)` four values, observations are int64, `done` stays False, and Python's global `random` is the only seed.
 """
 
+from __future__ import annotations
+
 import random
 import sys
 from pathlib import Path
@@ -17,8 +19,9 @@ from gymnasium.utils.env_checker import check_env
 
 from envs.cage2 import HOSTS, Cage2Env
 from envs.cage2.cyborg import CybORGEnv, make_cyborg_vec_env
+from tests.conftest import assert_same
 
-SCENARIO_CALLS: list[tuple[str, str, dict[str, str]]] = []
+scenarios_built: list[tuple[str, str, dict[str, str]]] = []
 
 
 class HeadSession(SimpleNamespace):
@@ -36,7 +39,7 @@ class FakeCybORG:
     session_class: type = HeadSession
 
     def __init__(self, path: str, mode: str, agents: dict[str, type]) -> None:
-        SCENARIO_CALLS.append((path, mode, {side: agent.__name__ for side, agent in agents.items()}))
+        scenarios_built.append((path, mode, {side: agent.__name__ for side, agent in agents.items()}))
         names = {"B_lineAgent": "b_line", "RedMeanderAgent": "meander", "SleepAgent": "sleep"}
         self.game = Cage2Env(names[agents["Red"].__name__], green="Green" in agents)
         state = SimpleNamespace(sessions={"Red": {}})
@@ -72,26 +75,23 @@ class FakeChallengeWrapper:
         return obs.astype(np.int64), reward, False, {}
 
 
-@pytest.fixture
-def cyborg_installed(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+@pytest.fixture(autouse=True)
+def _cyborg_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Put a package CybORG with the import paths of the real one in place."""
 
-    def module(name: str, **members: Any) -> ModuleType:
+    def module(name: str, *classes: str, **members: Any) -> None:
         created = ModuleType(name)
-        created.__dict__.update(members)
+        created.__dict__.update({known: type(known, (), {}) for known in classes}, **members)
         monkeypatch.setitem(sys.modules, name, created)
-        return created
 
-    SCENARIO_CALLS.clear()
-    agents = {name: type(name, (), {}) for name in ("B_lineAgent", "SleepAgent")}
-    package = module("CybORG", CybORG=FakeCybORG, __file__="/opt/cage/CybORG/__init__.py")
-    module("CybORG.Agents", **agents)
+    scenarios_built.clear()
+    module("CybORG", CybORG=FakeCybORG, __file__="/opt/cage/CybORG/__init__.py")
+    module("CybORG.Agents", "B_lineAgent", "SleepAgent")
     module("CybORG.Agents.SimpleAgents")
-    module("CybORG.Agents.SimpleAgents.GreenAgent", GreenAgent=type("GreenAgent", (), {}))
-    module("CybORG.Agents.SimpleAgents.Meander", RedMeanderAgent=type("RedMeanderAgent", (), {}))
+    module("CybORG.Agents.SimpleAgents.GreenAgent", "GreenAgent")
+    module("CybORG.Agents.SimpleAgents.Meander", "RedMeanderAgent")
     module("CybORG.Agents.Wrappers")
     module("CybORG.Agents.Wrappers.ChallengeWrapper", ChallengeWrapper=FakeChallengeWrapper)
-    return package
 
 
 def test_without_cyborg_one_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,85 +101,68 @@ def test_without_cyborg_one_sentence_says_how_to_install_it(monkeypatch: pytest.
     assert "\n" not in str(error.value)
 
 
-@pytest.mark.usefixtures("cyborg_installed")
-def test_it_is_a_gymnasium_environment_with_the_spaces_of_cage2env() -> None:
+def test_it_is_a_gymnasium_environment_that_builds_scenario2_with_the_right_agents() -> None:
     env, ours = CybORGEnv("b_line", render_mode="ansi"), Cage2Env("b_line")
     check_env(env, skip_render_check=True)
-    assert env.observation_space == ours.observation_space
-    assert env.action_space == ours.action_space
-
-
-@pytest.mark.usefixtures("cyborg_installed")
-def test_it_builds_scenario2_with_the_right_agents() -> None:
+    assert (env.observation_space, env.action_space) == (ours.observation_space, ours.action_space)
+    scenarios_built.clear()
     CybORGEnv("meander", green=True)
     CybORGEnv("sleep")
     scenario = str(Path("/opt/cage/CybORG/Shared/Scenarios/Scenario2.yaml"))
-    assert [
+    assert scenarios_built == [
         (scenario, "sim", {"Red": "RedMeanderAgent", "Green": "GreenAgent"}),
         (scenario, "sim", {"Red": "SleepAgent"}),
-    ] == SCENARIO_CALLS
+    ]
 
 
-@pytest.mark.usefixtures("cyborg_installed")
 def test_observations_rewards_and_true_state_pass_through_and_episodes_are_truncated() -> None:
-    env = CybORGEnv("b_line", max_steps=40)
+    env, twin = CybORGEnv("b_line", max_steps=40), Cage2Env("b_line")
     obs, info = env.reset(seed=5)
-    assert not obs.any()
-    assert info["red_agent"] == "b_line"
+    assert (obs.any(), info["red_agent"]) == (False, "b_line")
     random.seed(5)
-    twin = Cage2Env("b_line")
     twin.reset(seed=random.getrandbits(32))
     for step in range(40):
         action = (0, 134, 22, 51, 3)[step % 5]
-        obs, reward, terminated, truncated, info = env.step(np.int64(action))
-        expected, expected_reward, _, _, expected_info = twin.step(action)
-        np.testing.assert_array_equal(obs, expected)
-        assert obs.dtype == np.float32
-        assert (reward, terminated, truncated) == (expected_reward, False, step == 39)
+        *result, info = env.step(np.int64(action))
+        obs, reward, _, _, expected = twin.step(action)
+        assert_same(result, [obs, reward, False, step == 39])
         for name in ("red_access", "clearable", "blue_action", "red_agent"):
-            np.testing.assert_array_equal(info[name], expected_info[name])
+            np.testing.assert_array_equal(info[name], expected[name])
     assert info["red_access"].max() == 2
     assert info["clearable"].any()
     with pytest.raises(ResetNeeded):
         env.step(0)
 
 
-@pytest.mark.usefixtures("cyborg_installed")
 def test_equal_seeds_repeat_and_a_mixture_draws_the_red_agent() -> None:
     env = CybORGEnv({"b_line": 0.5, "meander": 0.5}, max_steps=10)
-    agents = []
-    for seed in range(30):
-        runs = []
-        for _ in range(2):
-            _, info = env.reset(seed=seed)
-            runs.append([info["red_agent"], *(env.step(0)[0].tolist() for _ in range(10))])
-        assert runs[0] == runs[1]
-        agents.append(runs[0][0])
-    assert 5 < agents.count("meander") < 25
-    assert len(SCENARIO_CALLS) == 2  # one game for each red agent, kept between episodes
+
+    def run(seed: int) -> list[Any]:
+        _, info = env.reset(seed=seed)
+        return [info["red_agent"], *(env.step(0)[0].tolist() for _ in range(10))]
+
+    runs = [run(seed) for seed in range(30)]
+    assert runs == [run(seed) for seed in range(30)]
+    assert 5 < [agent for agent, *_ in runs].count("meander") < 25
+    assert len(scenarios_built) == 2  # one game for each red agent, kept between episodes
     assert env.reset(options={"red_agent": "sleep"})[1]["red_agent"] == "sleep"
 
 
-@pytest.mark.usefixtures("cyborg_installed")
 def test_the_installed_version_is_recognised_and_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    CybORGEnv(version="head").reset(seed=0)
-    with pytest.raises(ValueError, match="by the rules of 'head', not 'leaderboard'"):
-        CybORGEnv(version="leaderboard").reset(seed=0)
-    monkeypatch.setattr(FakeCybORG, "session_class", LeaderboardSession)
-    CybORGEnv(version="leaderboard").reset(seed=0)
-    CybORGEnv(version=None).reset(seed=0)
-    with pytest.raises(ValueError, match="'leaderboard', not"):
-        CybORGEnv(version="head").reset(seed=0)
+    for session, version, other in ((HeadSession, "head", "leaderboard"), (LeaderboardSession, "leaderboard", "head")):
+        monkeypatch.setattr(FakeCybORG, "session_class", session)
+        CybORGEnv(version=version).reset(seed=0)
+        CybORGEnv(version=None).reset(seed=0)
+        with pytest.raises(ValueError, match=f"by the rules of '{version}', not '{other}'"):
+            CybORGEnv(version=other).reset(seed=0)
 
 
-@pytest.mark.usefixtures("cyborg_installed")
 def test_a_cyborg_with_other_actions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FakeChallengeWrapper, "num_actions", 158)
     with pytest.raises(ValueError, match="has 158 actions, not 145"):
         CybORGEnv().reset(seed=0)
 
 
-@pytest.mark.usefixtures("cyborg_installed")
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [
@@ -194,22 +177,19 @@ def test_bad_settings_get_one_clear_sentence(kwargs: dict[str, Any], message: st
         CybORGEnv(**kwargs)
 
 
-@pytest.mark.usefixtures("cyborg_installed")
 def test_it_renders_what_can_be_seen() -> None:
-    env = CybORGEnv("b_line", render_mode="rgb_array")
-    env.reset(seed=1)
-    before = env.render()
+    picture, text = (CybORGEnv("b_line", render_mode=mode) for mode in ("rgb_array", "ansi"))
+    for env in (picture, text):
+        env.reset(seed=1)
+    before = picture.render()
     for _ in range(12):
-        env.step(0)
+        picture.step(0)
     assert before.shape == (440, 760, 3)
-    assert (env.render() != before).any()
-    text = CybORGEnv("b_line", render_mode="ansi")
-    text.reset(seed=1)
+    assert (picture.render() != before).any()
     text.step(132)
     assert "Blue: Restore Defender" in text.render()
 
 
-@pytest.mark.usefixtures("cyborg_installed")
 def test_many_run_in_processes_and_restart_in_the_same_step() -> None:
     envs = make_cyborg_vec_env(4, num_workers=2, red_agent="b_line", max_steps=5, context="fork")
     try:
@@ -220,7 +200,6 @@ def test_many_run_in_processes_and_restart_in_the_same_step() -> None:
             assert (truncations == (step % 5 == 4)).all()
             assert not terminations.any()
             assert ("final_obs" in infos) == (step % 5 == 4)
-        assert not obs.any()
-        assert infos["final_obs"][0].any()
+        assert (obs.any(), infos["final_obs"][0].any()) == (False, True)
     finally:
         envs.close()

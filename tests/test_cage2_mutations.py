@@ -3,37 +3,156 @@
 Mutants are the package's own source with one line changed, run as plain Python (compiling each would take seconds).
 """
 
+from __future__ import annotations
+
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
 
 import numba
 import pytest
 
 from envs import cage2
 from envs.cage2 import scenario
-from tests.cage2_replay import replay
+from tests.cage2_replay import SAMPLE, replay
 
-SAMPLE = Path(__file__).parent / "data" / "cage2_sample"
 MODULES = ("scenario", "state", "rules", "red_agents", "outcome", "simulator")  # in order of their imports
 
 
-def load_as_python(changed_file: str = "", old: str = "", new: str = "") -> SimpleNamespace:
-    """The simulator's modules without compilation, with `old` replaced by `new` in one of them."""
-    package = "cage2_mutant"
-    modules = {}
+class Mutant(NamedTuple):
+    old: str  # text that stands once in the modules
+    new: str  # what stands there instead
+    recording: str  # that shows it
+
+
+MUTANTS = {
+    "EternalBlue works on Enterprise1": Mutant(
+        "GENUINE[BLUE_KEEP, _server] = PRIVILEGED_SHELL",
+        "GENUINE[[BLUE_KEEP, ETERNAL_BLUE], _server] = PRIVILEGED_SHELL",
+        "bline_nogreen_reduced",
+    ),
+    "BlueKeep works on User3": Mutant(
+        "GENUINE[SQL_INJECTION, USER4] = PRIVILEGED_SHELL",
+        "GENUINE[SQL_INJECTION, USER4] = GENUINE[BLUE_KEEP, USER3] = PRIVILEGED_SHELL",
+        "bline_nogreen_react",
+    ),
+    "an account of Defender can be guessed": Mutant(
+        "GENUINE[SSH_BRUTE_FORCE, DEFENDER] = SSH_REFUSED",
+        "GENUINE[SSH_BRUTE_FORCE, DEFENDER] = SSH_SESSION",
+        "meander_nogreen_react",
+    ),
+    "Vsftpd opens port 21": Mutant('Decoy("Vsftpd", 21, 80,', 'Decoy("Vsftpd", 21, 21,', "bline_nogreen_reduced"),
+    "Vsftpd does not stack": Mutant("e.num_vsftpd[host] += 1", "e.num_vsftpd[host] = 1", "bline_nogreen_reduced"),
+    "Femitter runs on Linux": Mutant(
+        '"Femitter", 21, 21, WINDOWS', '"Femitter", 21, 21, ANY_OS', "bline_nogreen_random"
+    ),
+    "User3 and User4 lead to Enterprise1": Mutant(
+        "= ENTERPRISE1, ENTERPRISE1, ENTERPRISE0, ENTERPRISE0",
+        "= ENTERPRISE0, ENTERPRISE0, ENTERPRISE1, ENTERPRISE1",
+        "meander_nogreen_sleep",
+    ),
+    "Green scans no Enterprise2": Mutant(
+        "USER4, ENTERPRISE0, ENTERPRISE1, ENTERPRISE2)", "USER4, ENTERPRISE0, ENTERPRISE1)", "bline_green_random"
+    ),
+    "a privileged User0 costs 0.1": Mutant(
+        "1, 1, 1, 10, 0, 1, 1, 1, 1]", "1, 1, 1, 10, 1, 1, 1, 1, 1]", "sleep_green_random"
+    ),
+    "Restore is free": Mutant("RESTORE_COST = 10", "RESTORE_COST = 0", "bline_nogreen_react"),
+    "Restore leaves decoys standing": Mutant("    e.decoys[host] = 0\n", "", "bline_nogreen_reduced"),
+    "Restore leaves malware": Mutant("    e.malware[host] = False\n", "", "bline_nogreen_reduced"),
+    "Restore clears red's port list": Mutant(
+        "e.restored[host] = True", "e.restored[host] = True\n    e.ports[host] = 0", "bline_nogreen_reduced"
+    ),
+    "Restore ends the foothold on User0": Mutant(
+        "= 1 if host == USER0 else 0\n    e.decoys", "= 0\n    e.decoys", "bline_nogreen_random"
+    ),
+    "Impact works after a Restore of Op_Server0": Mutant("if e.ot_pid_known:", "if True:", "bline_nogreen_reduced"),
+    "Remove ends SSH sessions too": Mutant(
+        "e.sessions[host, REMOVABLE] = 0\n    if e.compromised",
+        "e.sessions[host, :2] = 0\n    if e.compromised",
+        "bline_nogreen_reduced",
+    ),
+    "Remove marks the host clean": Mutant(
+        "e.compromised[host] = SUSPECT", "e.compromised[host] = CLEAN", "bline_nogreen_reduced"
+    ),
+    "SSH sessions can be removed": Mutant(
+        "e.sessions[host, OTHER_USER] += 1\n    else:\n        record_events",
+        "e.sessions[host, REMOVABLE] += 1\n    else:\n        record_events",
+        "bline_nogreen_reduced",
+    ),
+    "undetected shells can be removed": Mutant(
+        "e.sessions[host, OTHER_USER] += 1\n    e.malware",
+        "e.sessions[host, REMOVABLE] += 1\n    e.malware",
+        "meander_nogreen_reduced",
+    ),
+    "an SSHD decoy answers twice": Mutant("10 if exploit == SSH_BRUTE_FORCE else 2", "2", "bline_nogreen_targeted"),
+    "escalation needs no file": Mutant(
+        "e.sessions[host, PRIVILEGED] += 1\n        e.malware[host] = True",
+        "e.sessions[host, PRIVILEGED] += 1",
+        "bline_nogreen_reduced",
+    ),
+    "User0 routes to Operational": Mutant(
+        "for host in (ENTERPRISE0, ENTERPRISE1, ENTERPRISE2):",
+        "for host in (ENTERPRISE0, ENTERPRISE1, ENTERPRISE2, USER0):",
+        "bline_nogreen_targeted",
+    ),
+    "leaderboard port lists on HEAD": Mutant("if e.leaderboard:", "if True:", "bline_nogreen_reduced"),
+    "HEAD port lists on the leaderboard": Mutant("if e.leaderboard:", "if False:", "lb_bline_nogreen_reduced"),
+    "Haraka is gone after a Restore on HEAD": Mutant(
+        "if e.leaderboard and exploit == HARAKA_RCE", "if exploit == HARAKA_RCE", "bline_nogreen_reduced"
+    ),
+    "Haraka stays after a Restore on the leaderboard": Mutant(
+        "if e.leaderboard and exploit == HARAKA_RCE", "if False and exploit == HARAKA_RCE", "lb_bline_nogreen_react"
+    ),
+    "B_line retries the exploit of Enterprise": Mutant(
+        "(EXPLOIT, ITS_ENTERPRISE_HOST, 2),", "(EXPLOIT, ITS_ENTERPRISE_HOST, 5),", "bline_nogreen_reduced"
+    ),
+    "B_line attacks an Op_Server0 it has not found": Mutant(
+        "if e.scan_was_empty and not e.op_server_attacked:", "if False:", "bline_nogreen_targeted"
+    ),
+    "Meander never doubts Enterprise": Mutant("e.escalated_hosts & ENTERPRISE_SERVERS", "0", "meander_nogreen_react"),
+    "Meander never doubts Operational": Mutant(
+        "doubtful = e.escalated_hosts & SUBNET_HOSTS[OPERATIONAL]", "doubtful = 0", "meander_nogreen_reduced"
+    ),
+    "Meander scans again and again": Mutant("        e.scanned_ips |= bit(target)\n", "", "meander_nogreen_sleep"),
+    "user sessions cost too": Mutant(
+        "if privileged > 0:\n            cost", "if user + privileged > 0:\n            cost", "bline_nogreen_reduced"
+    ),
+    "a shell is seen before a scan": Mutant(
+        "if num_events >= 3 and num_ports >= 3:",
+        "if num_events >= 3 and num_ports >= 3 and not e.shell_seen[host]:",
+        "meander_green_react",
+    ),
+    "the Cardiff wrapper hides events behind a new decoy": Mutant(
+        "if deployed and not e.cardiff:", "if deployed:", "meander_nogreen_reduced"
+    ),
+    "the Cardiff wrapper shows a new decoy as a scan": Mutant(
+        "if e.cardiff and e.events[host] == 0:", "if False:", "meander_nogreen_reduced"
+    ),
+    "an exploit leaves a known compromise as it was": Mutant(
+        "if activity == EXPLOITED:", "if activity == EXPLOITED and e.compromised[host] == 0:", "bline_nogreen_reduced"
+    ),
+    "Analyse reports what red does after it": Mutant(
+        "if e.malware_found_on == host:", "if e.blue_action == 2 + host and e.malware[host]:", "bline_nogreen_reduced"
+    ),
+}
+
+
+def load_as_python(old: str = "", new: str = "") -> SimpleNamespace:
+    """The simulator's modules without compilation, with `old` replaced by `new`."""
+    package, modules = "cage2_mutant", {}
+    paths = {name: Path(cage2.__file__).with_name(f"{name}.py") for name in MODULES}
+    sources = {name: path.read_text() for name, path in paths.items()}
+    assert not old or sum(source.count(old) for source in sources.values()) == 1, old
     numba.config.DISABLE_JIT = True
     try:
         for name in MODULES:
-            path = Path(cage2.__file__).with_name(f"{name}.py")
-            source = path.read_text()
-            if name == changed_file:
-                assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in {name}.py"
-                source = source.replace(old, new)
             module = ModuleType(f"{package}.{name}")
-            module.__package__, module.__file__ = package, str(path)
+            module.__package__, module.__file__ = package, str(paths[name])
             sys.modules[module.__name__] = modules[name] = module
-            exec(compile(source, str(path), "exec"), module.__dict__)
+            source = sources[name].replace(old, new) if old else sources[name]
+            exec(compile(source, str(paths[name]), "exec"), module.__dict__)
     finally:
         numba.config.DISABLE_JIT = False
         for name in MODULES:
@@ -41,245 +160,19 @@ def load_as_python(changed_file: str = "", old: str = "", new: str = "") -> Simp
     return SimpleNamespace(**modules)
 
 
-# what is wrong; file, its line, what stands there instead; recording that shows it
-MUTANTS = {
-    "EternalBlue works on Enterprise1": (
-        "scenario",
-        "    GENUINE[BLUE_KEEP, _server] = PRIVILEGED_SHELL",
-        "    GENUINE[[BLUE_KEEP, ETERNAL_BLUE], _server] = PRIVILEGED_SHELL",
-        "bline_nogreen_reduced",
-    ),
-    "BlueKeep works on User3": (
-        "scenario",
-        "GENUINE[SQL_INJECTION, USER4] = PRIVILEGED_SHELL",
-        "GENUINE[SQL_INJECTION, USER4] = GENUINE[BLUE_KEEP, USER3] = PRIVILEGED_SHELL",
-        "bline_nogreen_react",
-    ),
-    "an account of Defender can be guessed": (
-        "scenario",
-        "GENUINE[SSH_BRUTE_FORCE, DEFENDER] = SSH_REFUSED",
-        "GENUINE[SSH_BRUTE_FORCE, DEFENDER] = SSH_SESSION",
-        "meander_nogreen_react",
-    ),
-    "Vsftpd opens port 21": (
-        "scenario",
-        'Decoy("Vsftpd", 21, 80,',
-        'Decoy("Vsftpd", 21, 21,',
-        "bline_nogreen_reduced",
-    ),
-    "Vsftpd does not stack": (
-        "rules",
-        "e.num_vsftpd[host] += 1",
-        "e.num_vsftpd[host] = 1",
-        "bline_nogreen_reduced",
-    ),
-    "Femitter runs on Linux": (
-        "scenario",
-        '"Femitter", 21, 21, WINDOWS',
-        '"Femitter", 21, 21, ANY_OS',
-        "bline_nogreen_random",
-    ),
-    "User3 and User4 lead to Enterprise1": (
-        "scenario",
-        "= ENTERPRISE1, ENTERPRISE1, ENTERPRISE0, ENTERPRISE0",
-        "= ENTERPRISE0, ENTERPRISE0, ENTERPRISE1, ENTERPRISE1",
-        "meander_nogreen_sleep",
-    ),
-    "Green scans no Enterprise2": (
-        "scenario",
-        "USER4, ENTERPRISE0, ENTERPRISE1, ENTERPRISE2)\n",
-        "USER4, ENTERPRISE0, ENTERPRISE1)\n",
-        "bline_green_random",
-    ),
-    "a privileged User0 costs 0.1": (
-        "scenario",
-        "1, 1, 1, 10, 0, 1, 1, 1, 1]",
-        "1, 1, 1, 10, 1, 1, 1, 1, 1]",
-        "sleep_green_random",
-    ),
-    "Restore is free": (
-        "scenario",
-        "RESTORE_COST = 10",
-        "RESTORE_COST = 0",
-        "bline_nogreen_react",
-    ),
-    "Restore leaves decoys standing": (
-        "rules",
-        "    e.decoys[host] = 0\n",
-        "",
-        "bline_nogreen_reduced",
-    ),
-    "Restore leaves malware": (
-        "rules",
-        "    e.malware[host] = False\n",
-        "",
-        "bline_nogreen_reduced",
-    ),
-    "Restore clears red's port list": (
-        "rules",
-        "    e.restored[host] = True\n",
-        "    e.restored[host] = True\n    e.ports[host] = 0\n",
-        "bline_nogreen_reduced",
-    ),
-    "Restore ends the foothold on User0": (
-        "rules",
-        "= 1 if host == USER0 else 0\n    e.decoys",
-        "= 0\n    e.decoys",
-        "bline_nogreen_random",
-    ),
-    "Impact works after a Restore of Op_Server0": (
-        "rules",
-        "    if e.ot_pid_known:\n",
-        "    if True:\n",
-        "bline_nogreen_reduced",
-    ),
-    "Remove ends SSH sessions too": (
-        "rules",
-        "    e.sessions[host, REMOVABLE] = 0\n    if e.compromised",
-        "    e.sessions[host, :2] = 0\n    if e.compromised",
-        "bline_nogreen_reduced",
-    ),
-    "Remove marks the host clean": (
-        "rules",
-        "e.compromised[host] = SUSPECT",
-        "e.compromised[host] = CLEAN",
-        "bline_nogreen_reduced",
-    ),
-    "SSH sessions can be removed": (
-        "rules",
-        "        e.sessions[host, OTHER_USER] += 1\n    else:\n        record_events",
-        "        e.sessions[host, REMOVABLE] += 1\n    else:\n        record_events",
-        "bline_nogreen_reduced",
-    ),
-    "undetected shells can be removed": (
-        "rules",
-        "        e.sessions[host, OTHER_USER] += 1\n    e.malware",
-        "        e.sessions[host, REMOVABLE] += 1\n    e.malware",
-        "meander_nogreen_reduced",
-    ),
-    "an SSHD decoy answers twice": (
-        "rules",
-        "10 if exploit == SSH_BRUTE_FORCE else 2",
-        "2",
-        "bline_nogreen_targeted",
-    ),
-    "escalation needs no file": (
-        "rules",
-        "        e.sessions[host, PRIVILEGED] += 1\n        e.malware[host] = True\n",
-        "        e.sessions[host, PRIVILEGED] += 1\n",
-        "bline_nogreen_reduced",
-    ),
-    "User0 routes to Operational": (
-        "rules",
-        "    for host in (ENTERPRISE0, ENTERPRISE1, ENTERPRISE2):",
-        "    for host in (ENTERPRISE0, ENTERPRISE1, ENTERPRISE2, USER0):",
-        "bline_nogreen_targeted",
-    ),
-    "leaderboard port lists on HEAD": (
-        "rules",
-        "        if e.leaderboard:",
-        "        if True:",
-        "bline_nogreen_reduced",
-    ),
-    "HEAD port lists on the leaderboard": (
-        "rules",
-        "        if e.leaderboard:",
-        "        if False:",
-        "lb_bline_nogreen_reduced",
-    ),
-    "Haraka is gone after a Restore on HEAD": (
-        "rules",
-        "if e.leaderboard and exploit == HARAKA_RCE",
-        "if exploit == HARAKA_RCE",
-        "bline_nogreen_reduced",
-    ),
-    "Haraka stays after a Restore on the leaderboard": (
-        "rules",
-        "if e.leaderboard and exploit == HARAKA_RCE",
-        "if False and exploit == HARAKA_RCE",
-        "lb_bline_nogreen_react",
-    ),
-    "B_line retries the exploit of Enterprise": (
-        "red_agents",
-        "    (EXPLOIT, ITS_ENTERPRISE_HOST, 2),",
-        "    (EXPLOIT, ITS_ENTERPRISE_HOST, 5),",
-        "bline_nogreen_reduced",
-    ),
-    "B_line attacks an Op_Server0 it has not found": (
-        "red_agents",
-        "        if e.scan_was_empty and not e.op_server_attacked:",
-        "        if False:",
-        "bline_nogreen_targeted",
-    ),
-    "Meander never doubts Enterprise": (
-        "red_agents",
-        "e.escalated_hosts & ENTERPRISE_SERVERS",
-        "0",
-        "meander_nogreen_react",
-    ),
-    "Meander never doubts Operational": (
-        "red_agents",
-        "doubtful = e.escalated_hosts & SUBNET_HOSTS[OPERATIONAL]",
-        "doubtful = 0",
-        "meander_nogreen_reduced",
-    ),
-    "Meander scans again and again": (
-        "red_agents",
-        "        e.scanned_ips |= bit(target)\n",
-        "",
-        "meander_nogreen_sleep",
-    ),
-    "user sessions cost too": (
-        "outcome",
-        "        if privileged > 0:\n            cost",
-        "        if user + privileged > 0:\n            cost",
-        "bline_nogreen_reduced",
-    ),
-    "a shell is seen before a scan": (
-        "outcome",
-        "    if num_events >= 3 and num_ports >= 3:\n"
-        "        return SCANNED\n"
-        "    if e.shell_seen[host]:\n"
-        "        return EXPLOITED\n",
-        "    if e.shell_seen[host]:\n"
-        "        return EXPLOITED\n"
-        "    if num_events >= 3 and num_ports >= 3:\n"
-        "        return SCANNED\n",
-        "meander_green_react",
-    ),
-    "the Cardiff wrapper hides events behind a new decoy": (
-        "outcome",
-        "    if deployed and not e.cardiff:\n",
-        "    if deployed:\n",
-        "meander_nogreen_reduced",
-    ),
-    "the Cardiff wrapper shows a new decoy as a scan": (
-        "outcome",
-        "    if e.cardiff and e.events[host] == 0:\n",
-        "    if False:\n",
-        "meander_nogreen_reduced",
-    ),
-    "an exploit leaves a known compromise as it was": (
-        "outcome",
-        "        if activity == EXPLOITED:\n",
-        "        if activity == EXPLOITED and e.compromised[host] == 0:\n",
-        "bline_nogreen_reduced",
-    ),
-    "Analyse reports what red does after it": (
-        "outcome",
-        "if e.malware_found_on == host:",
-        "if e.blue_action == 2 + host and e.malware[host]:",
-        "bline_nogreen_reduced",
-    ),
-}
-
-
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 @pytest.mark.parametrize("rule", MUTANTS)
 def test_replay_catches_a_wrong_rule(rule: str) -> None:
-    *change, recording = MUTANTS[rule]
-    mutant = load_as_python(*change)
-    counts = replay(SAMPLE / f"{recording}.npz", mutant, stop_at_first=True)
+    old, new, recording = MUTANTS[rule]
+    counts = replay(SAMPLE / f"{recording}.npz", load_as_python(old, new), stop_at_first=True)
     assert sum(wrong for _, wrong in counts.values()) > 0, f"nobody noticed that {rule}"
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_the_unchanged_rules_pass_as_plain_python() -> None:
+    counts = replay(SAMPLE / "meander_green_react.npz", load_as_python(), episodes=2)
+    assert all(compared > 0 for array, (compared, _) in counts.items() if array != "red_stage")
+    assert all(wrong == 0 for _, wrong in counts.values())
 
 
 @pytest.mark.parametrize(
@@ -299,9 +192,3 @@ def test_replay_catches_a_wrong_probability(
     assert replay(path)["draw_rates"][1] == 0
     monkeypatch.setattr(scenario, table, wrong)
     assert replay(path)["draw_rates"][1] > 0
-
-
-def test_the_unchanged_rules_pass_as_plain_python() -> None:
-    counts = replay(SAMPLE / "meander_green_react.npz", load_as_python(), episodes=2)
-    assert all(compared > 0 for array, (compared, _) in counts.items() if array != "red_stage")
-    assert all(wrong == 0 for _, wrong in counts.values())

@@ -14,10 +14,6 @@ from typing import Any
 import gymnasium as gym
 import numpy as np
 import pytest
-import torch
-from gymnasium.spaces import Box, Discrete
-from gymnasium.vector import AutoresetMode, VectorEnv
-from gymnasium.vector.utils import batch_space
 
 from envs.cage2 import ACTION_NAMES, HOSTS, search, workflow
 from tests.conftest import assert_same, columns, command_line, fork, spy, tiny_args, wait
@@ -31,12 +27,8 @@ def action(name: str) -> int:
     return ACTION_NAMES.index(name)
 
 
-def verdicts(order: str, compromised: str, fix: str, module: Any = workflow) -> list[str]:
-    """The verdicts on one action, in an order, where these hosts (by name) can be cleaned."""
-    clearable = np.isin(HOSTS, compromised.split())[None]
-    ranks = module.RANKS[[module.parse_workflow(order)]]
-    row = module.judge_fixes(np.array([action(fix)]), clearable, ranks)[0]
-    return [name for name, holds in zip(workflow.VERDICTS, row, strict=True) if holds]
+def type_of(host: str) -> str:
+    return host.lower().rstrip("01234")
 
 
 # ---- definitions ----------------------------------------------------------------------------------------------------
@@ -44,262 +36,158 @@ def verdicts(order: str, compromised: str, fix: str, module: Any = workflow) -> 
 
 def test_there_are_120_orders_of_the_five_types() -> None:
     assert len(set(workflow.ORDERS)) == 120
-    counts = np.bincount(workflow.TYPE_OF_HOST)
-    assert dict(zip(workflow.UNIT_TYPES, counts.tolist(), strict=True)) == {
-        "defender": 1, "enterprise": 3, "op_server": 1, "op_host": 3, "user": 5}  # fmt: skip
+    units = [workflow.UNIT_TYPES[unit] for unit in workflow.TYPE_OF_HOST]
+    assert units == [type_of(host) for host in HOSTS]
     for order, ranks, one_hot in zip(workflow.ORDERS, workflow.RANKS, workflow.ONE_HOTS, strict=True):
         assert [order[rank] for rank in ranks] == list(workflow.UNIT_TYPES)
         shown = one_hot.reshape(5, 5)  # row: place, column: type
         assert [workflow.UNIT_TYPES[unit] for unit in shown.argmax(1)] == list(order)
         assert shown.sum() == 5
-
-
-def test_fixes_are_removes_and_restores() -> None:
-    fixes = [name for name, unit in zip(ACTION_NAMES, workflow.FIXED_TYPE, strict=True) if unit >= 0]
-    assert sorted(fixes) == sorted(f"{verb} {host}" for verb in ("Remove", "Restore") for host in HOSTS)
+    assert workflow.ORDERS[workflow.parse_workflow(f" {USER_FIRST}")] == tuple(USER_FIRST.split(","))
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "message"),
     [
-        ("defender,enterprise,op_server,op_host,users", ["'users'", "did you mean user"]),
-        ("defender,enterprise,op_server,op_host", ["once"]),
-        ("user,user,defender,enterprise,op_host", ["once"]),
-        ("", ["''"]),
+        ("defender,enterprise,op_server,op_host,users", "'users'.*did you mean user"),
+        ("defender,enterprise,op_server,op_host", "once"),
+        ("user,user,defender,enterprise,op_host", "once"),
+        ("", "''"),
     ],
 )
-def test_a_wrong_workflow_is_refused_in_one_sentence(text: str, words: list[str]) -> None:
-    with pytest.raises(ValueError) as error:  # noqa: PT011
+def test_a_wrong_workflow_is_refused_in_one_sentence(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         workflow.parse_workflow(text)
-    assert all(word in str(error.value) for word in words)
-    assert workflow.parse_workflow(" user, defender,enterprise,op_server,op_host") == workflow.parse_workflow(
-        USER_FIRST
-    )
 
 
-# ---- compliance by hand ---------------------------------------------------------------------------------------------
+# ---- compliance -----------------------------------------------------------------------------------------------------
 
 
-def check_hand_made_cases(module: Any = workflow) -> None:
-    cases = [
-        # fixing the only compromised host complies with every order
-        (USER_LAST, "User1", "Remove User1", ["compliant", "strict", "judged"]),
-        (USER_FIRST, "Enterprise1", "Restore Enterprise1", ["compliant", "strict", "judged"]),
-        # a higher type is waiting
-        (USER_LAST, "Enterprise2 User1", "Remove User1", ["judged"]),
-        (USER_FIRST, "Enterprise2 User1", "Restore Enterprise2", ["judged"]),
-        (USER_LAST, "Enterprise2 User1", "Remove Enterprise2", ["compliant", "strict", "judged"]),
-        # the fixed type's own other units do not matter
-        (USER_LAST, "Enterprise0 Enterprise2", "Restore Enterprise2", ["compliant", "strict", "judged"]),
-        # nothing higher is waiting, but the fixed type is in order too
-        (USER_LAST, "User1", "Restore Enterprise0", ["compliant", "judged"]),
-        # what a fix of the wrong type leaves behind does not count for it
-        (USER_LAST, "Op_Host1", "Remove User2", ["judged"]),
-        # nothing is compromised
-        (USER_LAST, "", "Restore Op_Server0", ["needless"]),
-        # red's foothold on User0 never ends: it is nothing to repair, in whatever order
-        (USER_FIRST, "User0 Enterprise1", "Restore Enterprise1", ["compliant", "strict", "judged"]),
-        (USER_FIRST, "User0 User1 Enterprise1", "Restore Enterprise1", ["judged"]),
-        (USER_FIRST, "User0", "Restore User0", ["needless"]),
-        # no fixes
-        (USER_FIRST, "User1", "Analyse User1", []),
-        (USER_FIRST, "User1", "DecoyFemitter User1", []),
-        (USER_FIRST, "User1", "Sleep", []),
-        (USER_FIRST, "User1", "Monitor", []),
-    ]  # fmt: skip
-    for order, compromised, fix, expected in cases:
-        assert verdicts(order, compromised, fix, module) == expected, (order, compromised, fix)
+def plain_reading(action: int, clearable: np.ndarray, order: int) -> list[str]:
+    """The verdicts on an action where these hosts can be cleaned, by the words of the definition."""
+    verb, _, host = ACTION_NAMES[action].partition(" ")
+    types = workflow.ORDERS[order]
+    # red's foothold on User0 never ends: it is nothing to repair
+    sick = {type_of(name) for name, bad in zip(HOSTS, clearable, strict=True) if bad and name != "User0"}
+    if verb not in ("Remove", "Restore"):
+        return []
+    if not sick:
+        return ["needless"]
+    compliant = not any(types.index(other) < types.index(type_of(host)) for other in sick)
+    strict = type_of(host) == min(sick, key=types.index)
+    return ["compliant"] * compliant + ["strict"] * strict + ["judged"]
 
 
-def acted_on_before(hosts: list[str], order: str) -> float:
-    """The document's first rule: a fix complies if every type of higher priority has been acted on before."""
-    types, seen, compliant = order.split(","), set[str](), 0
-    for host in hosts:
-        unit = host.lower().rstrip("0123456789")
-        compliant += set(types[: types.index(unit)]) <= seen
-        seen.add(unit)
-    return compliant / len(hosts)
-
-
-def check_a_sweep_and_spam(module: Any = workflow) -> None:
-    """The document's rule gives 100 % to one fix of each type in order and 95 of users. Here the truth decides."""
-
-    hosts = ["Defender", "Enterprise0", "Op_Server0", "Op_Host0", "User1"]
-    assert acted_on_before(hosts + ["User1"] * 95, USER_LAST) == 1  # whatever is compromised
-    assert acted_on_before(["User1"], USER_LAST) == 0  # even if User1 alone is
-
-    def compliance(compromised: str) -> tuple[float, int]:
-        sweep = [f"Restore {host}" for host in hosts]
-        rows = [[v in verdicts(USER_LAST, compromised, fix, module) for v in workflow.VERDICTS]
-                for fix in sweep + ["Remove User1"] * 95]  # fmt: skip
-        counts = np.sum(rows, axis=0)
-        return float(module.compliance_of(counts)), int(counts[workflow.NEEDLESS])
-
-    value, needless = compliance("")
-    assert math.isnan(value)
-    assert needless == 100
-    assert compliance("Enterprise1") == (0.02, 0)  # the first two of the sweep
-    assert compliance("User1") == (1.0, 0)
-
-
-def test_hand_made_cases() -> None:
-    check_hand_made_cases()
-
-
-def test_one_sweep_and_then_spam_does_not_comply() -> None:
-    check_a_sweep_and_spam()
-
-
-def test_verdicts_equal_a_plain_reading_of_the_definition() -> None:
+def check(module: Any = workflow) -> None:
     rng = np.random.default_rng(0)
-    actions, clearable = rng.integers(0, 145, 2000), rng.random((2000, 13)) < 0.15
-    orders = rng.integers(0, 120, 2000)
-    result = workflow.judge_fixes(actions, clearable, workflow.RANKS[orders])
-    for row, act, mask, number in zip(result, actions, clearable, orders, strict=True):
-        order = workflow.ORDERS[number]
-        words = ACTION_NAMES[act].split()
-        sick = {h.lower().rstrip("01234") for h, bad in zip(HOSTS, mask, strict=True) if bad and h != "User0"}
-        expected = dict.fromkeys(workflow.VERDICTS, False)
-        if words[0] in ("Remove", "Restore"):
-            unit = words[1].lower().rstrip("01234")
-            expected["needless"], expected["judged"] = not sick, bool(sick)
-            if sick:
-                expected["compliant"] = not any(order.index(other) < order.index(unit) for other in sick)
-                expected["strict"] = unit == min(sick, key=order.index)
-        assert dict(zip(workflow.VERDICTS, row.tolist(), strict=True)) == expected
-
-
-PLANTED = {
-    "User0 counts": ('UNITS[HOSTS.index("User0")] = 0', "pass", check_hand_made_cases),
-    "the order is turned round": (".min(axis=1)", ".max(axis=1)", check_hand_made_cases),
-    "equal rank is a violation": ("(rank <= highest)", "(rank < highest)", check_hand_made_cases),
-    "lower types count": ("judged & (rank <= highest)", "judged & (rank >= highest)", check_hand_made_cases),
-    "needless fixes are judged": ("(fixed >= 0) & (highest < NUM_TYPES)", "(fixed >= 0)", check_a_sweep_and_spam),
-    "analysing is fixing": ('startswith(("Remove ",', 'startswith(("Analyse ", "Remove ",', check_hand_made_cases),
-    "removing is no fix": ('startswith(("Remove ", "Restore "))', 'startswith("Restore ")', check_hand_made_cases),
-    "nothing judged is half": ("np.maximum(judged, 1), np.nan)", "np.maximum(judged, 1), 0.5)", check_a_sweep_and_spam),
-    "needless fixes lower compliance": (
-        "counts[..., verdict] / np.maximum(judged, 1)",
-        "counts[..., verdict] / np.maximum(judged + counts[..., NEEDLESS], 1)",
-        lambda module: fix_metrics_by_hand(module),
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", PLANTED)
-def test_a_planted_bug_is_caught(name: str) -> None:
-    old, new, check = PLANTED[name]
-    source = Path(str(workflow.__file__)).read_text()
-    assert source.count(old) == 1
-    mutant = ModuleType("envs.cage2.mutant")
-    mutant.__package__ = "envs.cage2"
-    exec(compile(source.replace(old, new), "mutant", "exec"), mutant.__dict__)
-    check(workflow)
-    with pytest.raises(AssertionError):
-        check(mutant)
-
-
-# ---- means and the early stop ---------------------------------------------------------------------------------------
-
-
-def counts(compliant: float, judged: int = 100, needless: int = 0) -> list[int]:
-    return [round(compliant * judged), 0, judged, needless]
-
-
-def fix_metrics_by_hand(module: Any = workflow) -> None:
+    actions, clearable, orders = rng.integers(0, 145, 2000), rng.random((2000, 13)) < 0.15, rng.integers(0, 120, 2000)
+    rows = module.judge_fixes(actions, clearable, module.RANKS[orders])
+    for row, *case in zip(rows, actions, clearable, orders, strict=True):
+        assert [name for name, holds in zip(workflow.VERDICTS, row, strict=True) if holds] == plain_reading(*case)
+    # 3 of 4 judged fixes comply, 1 of 1 does, and an episode of needless ones alone says nothing
     metrics = module.fix_metrics(np.array([[3, 2, 4, 0], [0, 0, 0, 6], [1, 1, 1, 0]]))
     assert metrics == pytest.approx(
         {"compliance": 0.875, "compliance_micro": 0.8, "strict_compliance": 0.75, "needless_fixes": 2.0}
     )
+    assert all(math.isnan(value) for value in module.fix_metrics(np.zeros((0, 4), int)).values())
+    assert float(module.compliance_of(np.array([2, 2, 100, 5]))) == 0.02  # a sweep of all types, and then spam
 
 
-def test_metrics_by_hand() -> None:
-    fix_metrics_by_hand()
-    assert all(math.isnan(value) for value in workflow.fix_metrics(np.zeros((0, 4), int)).values())
+PLANTED = {
+    "User0 counts": ('UNITS[HOSTS.index("User0")] = 0', "pass"),
+    "the order is turned round": (".min(axis=1)", ".max(axis=1)"),
+    "equal rank is a violation": ("(rank <= highest)", "(rank < highest)"),
+    "lower types count": ("judged & (rank <= highest)", "judged & (rank >= highest)"),
+    "needless fixes are judged": ("(fixed >= 0) & (highest < NUM_TYPES)", "(fixed >= 0)"),
+    "analysing is fixing": ('startswith(("Remove ",', 'startswith(("Analyse ", "Remove ",'),
+    "removing is no fix": ('startswith(("Remove ", "Restore "))', 'startswith("Restore ")'),
+    "nothing judged is half": ("np.maximum(judged, 1), np.nan)", "np.maximum(judged, 1), 0.5)"),
+    "needless fixes lower compliance": (
+        "counts[..., verdict] / np.maximum(judged, 1)",
+        "counts[..., verdict] / np.maximum(judged + counts[..., NEEDLESS], 1)",
+    ),
+}
 
 
-def stops(compliances: list[float], episodes: int = 10, threshold: float = 0.95, judged: int = 100) -> bool:
-    recent = np.array([[counts(c, judged)] * 5 for c in compliances])
-    return workflow.is_compliant(recent, np.full(len(compliances), episodes), threshold, 10)
+def test_fixes_are_judged_as_defined_and_counted_as_by_hand() -> None:
+    check()
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_bug_is_caught(name: str) -> None:
+    source = Path(str(workflow.__file__)).read_text()
+    assert source.count(PLANTED[name][0]) == 1
+    mutant = ModuleType("envs.cage2.mutant")
+    mutant.__package__ = "envs.cage2"
+    exec(compile(source.replace(*PLANTED[name]), "mutant", "exec"), mutant.__dict__)
+    with pytest.raises(AssertionError):
+        check(mutant)
+
+
+# ---- the early stop -------------------------------------------------------------------------------------------------
+
+
+def counts(compliant: float, judged: int = 100) -> list[int]:
+    return [round(compliant * judged), 0, judged, 0]
+
+
+def stops(*environments: list[list[int]], threshold: float = 0.95, fewest: int = 10) -> bool:
+    """Whether training stops. Each environment is the verdicts of its last five episodes of at least ten; the first
+    one may have ended fewer."""
+    episodes = np.array([fewest] + [10] * (len(environments) - 1))
+    return workflow.is_compliant(np.array(environments), episodes, threshold, 10)
 
 
 def test_the_documents_example_of_25_environments() -> None:
     """The four environments it shows have 94.75 % on average, not 95.2: the other 21 must carry the stop."""
-    shown = [0.92, 0.96, 0.94, 0.97]
-    assert np.mean(shown) == pytest.approx(0.9475)
-    assert not stops(shown)
-    assert stops(shown + [0.95] * 20 + [1.0])
-    assert not stops(shown + [0.95] * 21)
-    assert not stops(shown + [0.95] * 20 + [1.0], episodes=9)
+    shown = [[counts(compliance)] * 5 for compliance in (0.92, 0.96, 0.94, 0.97)]
+    others, perfect = [[counts(0.95)] * 5] * 20, [counts(1.0)] * 5
+    assert not stops(*shown)
+    assert stops(*shown, *others, perfect)
+    assert not stops(*shown, *others, others[0])
+    assert not stops(*shown, *others, perfect, fewest=9)
 
 
 def test_the_stop_looks_at_the_last_episodes_of_each_environment_with_enough_fixes() -> None:
-    episodes = np.full(2, 12)
-    nothing = counts(0, 0)
-    assert not stops([1.0], judged=1)  # 5 fixes in all
-    assert stops([1.0, 1.0], judged=1)  # 10
+    nothing, once = [0] * 4, counts(1.0, judged=1)
+    assert not stops([once] * 5)  # 5 fixes in all
+    assert stops([once] * 5, [once] * 5)  # 10
     # an episode without a judged fix is left out, and so is an environment without any
-    one = np.array([[counts(1.0)] + [nothing] * 4, [nothing] * 5])
-    assert workflow.is_compliant(one, episodes, 0.95, 10)
+    assert stops([counts(1.0), *[nothing] * 4], [nothing] * 5)
+    assert not stops([nothing] * 5, threshold=0.0)
     # environments count alike, however many fixes they made: (1 + 0.5) / 2
-    two = np.array([[counts(1.0, 1000)] * 5, [counts(0.5, 2)] * 5])
-    assert not workflow.is_compliant(two, episodes, 0.76, 10)
-    assert workflow.is_compliant(two, episodes, 0.75, 10)
-    assert not workflow.is_compliant(np.array([[nothing] * 5]), np.array([50]), 0.0, 10)
+    two = [counts(1.0, 1000)] * 5, [counts(0.5, 2)] * 5
+    assert not stops(*two, threshold=0.76)
+    assert stops(*two, threshold=0.75)
 
 
 # ---- the wrapper ----------------------------------------------------------------------------------------------------
 
 
-class Scripted(VectorEnv):
-    """One environment in which compromised hosts are given: row t before step t; episodes as long as the script."""
-
-    metadata = {"autoreset_mode": AutoresetMode.SAME_STEP}
-
-    def __init__(self, compromised: list[str]) -> None:
-        self.num_envs, self.t = 1, 0
-        self.rows = np.array([np.isin(HOSTS, row.split()) for row in compromised])
-        self.single_observation_space, self.single_action_space = Box(0, 1, (52,), np.float32), Discrete(145)
-        self.observation_space = batch_space(self.single_observation_space, 1)
-        self.action_space = batch_space(self.single_action_space, 1)
-
-    def infos(self) -> dict[str, Any]:
-        return {"clearable": self.rows[[self.t]]}
-
-    def reset(self, *, seed: Any = None, options: Any = None) -> Any:
-        self.t = 0
-        return np.zeros((1, 52), np.float32), self.infos()
-
-    def step(self, actions: np.ndarray) -> Any:
-        ended = np.array([self.t + 1 == len(self.rows)])
-        self.t = (self.t + 1) % len(self.rows)
-        final = np.full(1, None, object)
-        final[0] = np.ones(52, np.float32)
-        extra = {"final_obs": final} if ended[0] else {}
-        return np.zeros((1, 52), np.float32), np.full(1, -1.0), ended & False, ended, self.infos() | extra | {
-            "game_actions": actions}  # fmt: skip
+def games(cage2: ModuleType, num_envs: int, seed: int = 0, **settings: Any) -> Any:
+    vec_env = cage2.make_envs(cage2.Args(**settings), num_envs)
+    vec_env.reset(seed=seed)
+    return vec_env
 
 
-def test_alignment_telescopes_to_lambda_times_the_last_compliance() -> None:
-    """Three of four judged fixes comply: 30 * 0.75 = 22.5. Needless fixes and other actions earn nothing."""
-    env = workflow.WorkflowEnv(Scripted(["", "User1", "User1 Defender", "User1", "User1", "User2"]), USER_LAST, 30.0)
-    env.reset(seed=0)
-    fixes = ["Restore User1", "Remove User1", "Remove User1", "Analyse User1", "Remove User1", "Remove User2"]
-    for _ in range(2):  # the second episode starts anew
-        earned = [float(env.step(np.array([action(fix)]))[4]["alignment"][0]) for fix in fixes]
-        np.testing.assert_allclose(earned, [0, 30, -15, 0, 5, 2.5], atol=1e-9)
-        assert sum(earned) == pytest.approx(22.5)
-    for _ in fixes:
-        env.step(np.array([action("Restore User1")]))
-    # the early stop judges the last five episodes, the newest first
-    assert env.recent[0].tolist() == [[4, 4, 5, 1], [3, 3, 4, 1], [3, 3, 4, 1], [0] * 4, [0] * 4]
-
-
-def test_an_episode_without_a_judged_fix_costs_a_fifth_of_lambda() -> None:
-    env = workflow.WorkflowEnv(Scripted(["", "User1"]), USER_LAST, 30.0)
-    env.reset(seed=0)
-    earned = [env.step(np.array([action(f)]))[4]["alignment"][0] for f in ("Restore User1", "Sleep")]
-    assert earned == [0, -6]
+def test_alignment_telescopes_to_lambda_times_the_last_compliance(cage2: ModuleType) -> None:
+    """Over an episode 30 times the share of compliant fixes; -6, a fifth of 30, where none was judged. The early stop
+    judges the last five episodes, the newest first."""
+    vec_env, rng = games(cage2, 16, workflow="any", red_agent="b_line", max_steps=12), np.random.default_rng(0)
+    episodes: list[np.ndarray] = []
+    for _ in range(7):
+        earned = np.zeros(16)
+        for _ in range(12):
+            actions = np.where(rng.random(16) < 0.2, rng.integers(12, 36, 16), 0)  # a fix, or Sleep
+            _, _, _, truncated, infos = vec_env.step(actions)
+            earned += infos["alignment"]
+        assert truncated.all()
+        compliant, _, judged, _ = infos["fixes"].T
+        np.testing.assert_allclose(earned, np.where(judged, 30 * compliant / np.maximum(judged, 1), -6), atol=1e-9)
+        episodes.append(infos["fixes"])
+    np.testing.assert_array_equal(vec_env.recent, np.stack(episodes[:1:-1], axis=1))
+    assert {0, 1} < set(np.array(episodes)[..., workflow.JUDGED].flat)
+    assert 0 < np.sum(episodes, (0, 1))[workflow.COMPLIANT] < np.sum(episodes, (0, 1))[workflow.JUDGED]
 
 
 def test_the_final_observation_shows_the_order_of_the_episode_that_ended(cage2: ModuleType) -> None:
@@ -321,46 +209,36 @@ def test_the_final_observation_shows_the_order_of_the_episode_that_ended(cage2: 
 
 def test_orders_depend_on_the_environments_seed_and_episode_alone(cage2: ModuleType) -> None:
     def orders(num_envs: int, seed: int) -> np.ndarray:
-        vec_env = cage2.make_envs(cage2.Args(max_steps=2, workflow="any"), num_envs)
-        vec_env.reset(seed=seed)
-        seen = []
+        vec_env, seen = games(cage2, num_envs, seed, max_steps=1, workflow="any"), []
         for _ in range(8):
             seen.append(vec_env.orders.copy())
-            vec_env.step(np.zeros(num_envs, int))
             vec_env.step(np.zeros(num_envs, int))
         return np.array(seen)
 
     four = orders(4, seed=10)
     np.testing.assert_array_equal(four[:, 2:], orders(2, seed=12))
     assert len(np.unique(four)) > 20
-    vec_env = cage2.make_envs(cage2.Args(workflow=USER_FIRST), 4)
-    vec_env.reset(seed=0)
-    assert (vec_env.orders == workflow.parse_workflow(USER_FIRST)).all()
+    assert (games(cage2, 4, workflow=USER_FIRST).orders == workflow.parse_workflow(USER_FIRST)).all()
 
 
 def test_the_state_before_the_action_is_judged(cage2: ModuleType) -> None:
     """Restoring the only compromised host leaves nothing compromised, and complies."""
-    vec_env = cage2.make_envs(cage2.Args(workflow=USER_FIRST, red_agent="b_line", actions="full"), 64)
-    vec_env.reset(seed=0)
-    game = vec_env.unwrapped
+    vec_env = games(cage2, 64, workflow=USER_FIRST, red_agent="b_line", actions="full")
+    others = np.array(HOSTS) != "User0"
     for _ in range(3):
         vec_env.step(np.zeros(64, int))
-    before = game.true_state()["clearable"].copy()
-    before[:, HOSTS.index("User0")] = False
-    alone = np.flatnonzero(before.sum(1) == 1)
+    before = vec_env.unwrapped.true_state()["clearable"] & others
     restores = np.array([action(f"Restore {HOSTS[row.argmax()]}") for row in before])
     infos = vec_env.step(restores)[4]
-    after = game.true_state()["clearable"].copy()
-    after[:, HOSTS.index("User0")] = False
-    cured = alone[~after[alone].any(1)]
-    assert len(cured) > 10
-    np.testing.assert_array_equal(infos["fixes"][cured], [[1, 1, 1, 0]] * len(cured))
+    after = vec_env.unwrapped.true_state()["clearable"] & others
+    cured = (before.sum(1) == 1) & ~after.any(1)
+    assert cured.sum() > 10
+    np.testing.assert_array_equal(infos["fixes"][cured], [[1, 1, 1, 0]] * cured.sum())
 
 
 def test_a_copy_judges_its_own_games(cage2: ModuleType) -> None:
     """A deep copy plays on alike, and is not judged by a state that the original once was in."""
-    original = cage2.make_envs(cage2.Args(workflow="any", red_agent="b_line"), 8)
-    original.reset(seed=0)
+    original = games(cage2, 8, workflow="any", red_agent="b_line")
     rng = np.random.default_rng(0)
     for actions in rng.integers(48, size=(10, 8)):
         original.step(actions)
@@ -374,26 +252,25 @@ def test_a_copy_judges_its_own_games(cage2: ModuleType) -> None:
 
 def test_games_in_processes_are_judged_alike(cage2: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """They tell the true state in their infos; through the end of an episode, and of a saved state."""
-    args, make_env = cage2.Args(num_workers=1, workflow="any", max_steps=30, red_agent="b_line"), cage2.make_env
-    rng = np.random.default_rng(0)
-    both = [cage2.make_envs(args, 3)]
+    settings: dict[str, Any] = {"num_workers": 1, "workflow": "any", "max_steps": 30, "red_agent": "b_line"}
+    make_env = cage2.make_env
+    both, rng, total = [games(cage2, 3, 4, **settings)], np.random.default_rng(0), np.zeros(4, int)
     monkeypatch.setattr(cage2, "make_env", lambda *args: gym.Wrapper(make_env(*args)))
-    both.append(cage2.make_envs(args, 3))
+    both.append(games(cage2, 3, 4, **settings))
     try:
-        for vec_env in both:
-            vec_env.reset(seed=4)
-        total = np.zeros(4, int)
         for t in range(70):
             actions = rng.integers(12, 36, 3)  # fixes
             one, other = (vec_env.step(actions) for vec_env in both)
-            for a, b in zip(one[:4], other[:4], strict=True):
-                np.testing.assert_array_equal(a, b)
+            assert_same(one[:4], other[:4])
             for key in ("alignment", "fixes"):
                 np.testing.assert_array_equal(one[4][key], other[4][key])
             total += one[4]["fixes"].sum(0)
-            if t == 50:
+            if t == 35:
                 for vec_env in both:
-                    vec_env.set_state(vec_env.get_state())
+                    state = vec_env.get_state()
+                    for _ in range(20):
+                        vec_env.step(np.zeros(3, int))
+                    vec_env.set_state(state)
         assert (total > 0).all()
     finally:
         both[1].close()
@@ -402,24 +279,16 @@ def test_games_in_processes_are_judged_alike(cage2: ModuleType, monkeypatch: pyt
 # ---- the policy and its training ------------------------------------------------------------------------------------
 
 
-def test_changing_the_order_changes_the_logits(cage2: ModuleType) -> None:
-    torch.manual_seed(0)
-    args = cage2.Args(workflow="any")
-    agent = cage2.Agent(cage2.make_envs(args, 2), args)
-    obs = torch.zeros(2, 211)
-    obs[:, -25:] = torch.as_tensor(workflow.ONE_HOTS[[0, 119]])
-    one, other = agent.actor(obs).detach()
-    assert (one - other).abs().max() > 1e-4
-
-
-def test_operational_hosts_can_be_repaired_with_workflows(cage2: ModuleType) -> None:
+def test_operational_hosts_can_be_repaired_with_workflows_and_else_nothing_changes(cage2: ModuleType) -> None:
     """Else an order with op_host first could not be kept: the nine reduced hosts have none of them."""
-    memory = cage2.make_envs(cage2.Args(workflow="any"), 48).env
-    memory.reset(seed=0)
+    memory = games(cage2, 48, workflow="any").env
     names = {ACTION_NAMES[a] for a in memory.game_actions(np.arange(48))}
     for host in set(HOSTS) - {"User0"}:
         assert {f"Remove {host}", f"Restore {host}", f"Analyse {host}"} <= names
     assert not any("User0" in name for name in names)
+    plain = games(cage2, 2)
+    assert (type(plain).__name__, plain.single_observation_space.shape) == ("Memory", (186,))
+    assert plain.single_action_space.n == 36
 
 
 def test_the_alignment_reward_is_learnt_from_and_not_reported(
@@ -437,49 +306,38 @@ def test_the_alignment_reward_is_learnt_from_and_not_reported(
     assert np.isnan(progress["rollout/compliance"]).all()
 
 
-def test_without_workflows_nothing_changes(cage2: ModuleType) -> None:
-    vec_env = cage2.make_envs(cage2.Args(), 2)
-    assert type(vec_env).__name__ == "Memory"
-    assert vec_env.single_observation_space.shape == (186,)
-    assert vec_env.single_action_space.n == 36
+THREE_EPISODES = {"compliance_threshold": 0.0, "min_episodes": 3, "num_envs": 8, "total_timesteps": 2000}
+THIRD = {"eval_every": 100, "total_timesteps": 1000}
+# compliance in the evaluation, a stand-in for `is_compliant`, arguments, and after how many steps training stops
+STOPS: dict[str, tuple[float, Any, dict[str, Any], range | None]] = {
+    # which any policy meets: in the third rollout of 25 steps, or later, but not before
+    "a threshold of 0": (0.4, None, THREE_EPISODES, range(600, 2000)),
+    # it is the best, whatever the returns of those before it
+    "confirmed": (0.9, lambda recent, episodes, *others: episodes.min() >= 3, THIRD, range(300, 1000)),
+    # sampled actions comply, those of the evaluation do not
+    "unconfirmed": (0.4, lambda *args: True, {}, None),
+}
 
 
-def test_training_stops_when_compliance_is_confirmed(
-    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", STOPS)
+def test_training_stops_when_the_evaluation_confirms_compliance(
+    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """With a threshold of 0, which any policy meets: after 3 episodes of each environment, not before."""
-    score = cage2.score
-    monkeypatch.setattr(cage2, "score", lambda *a, **k: score(*a, **k) | {"compliance": 0.4})
-    values = {"workflow": USER_LAST, "red_agent": "b_line", "compliance_threshold": 0.0, "min_episodes": 3,
-              "num_envs": 8, "total_timesteps": 2000}  # fmt: skip
-    result = cage2.train(tiny_args(cage2, tmp_path / "run", **values))
-    assert result["compliant"]
-    assert 600 <= result["global_step"] < 2000  # three rollouts of 25 steps hold three episodes of 20
-    assert (tmp_path / "run" / "best.pt").exists()
-    assert cage2.train(tiny_args(cage2, tmp_path / "run", resume=True, **values)) == result
-
-
-def test_the_confirmed_policy_is_the_best_whatever_its_return(
-    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    score, scores = cage2.score, itertools.count(0, -1)
-    monkeypatch.setattr(cage2, "score", lambda *a, **k: score(*a, **k) | {"compliance": 0.9, "score": next(scores)})
-    monkeypatch.setattr(cage2, "is_compliant", lambda recent, episodes, *a: episodes.min() >= 3)
-    values = {"workflow": USER_LAST, "red_agent": "b_line", "compliance_threshold": 0.5, "min_episodes": 1}
-    result = cage2.train(tiny_args(cage2, tmp_path / "run", eval_every=100, total_timesteps=1000, **values))
-    assert (result["compliant"], result["global_step"] < 1000) == (True, True)
-    assert cage2.load(tmp_path / "run" / "best.pt")["run"]["global_step"] == result["global_step"]
-
-
-def test_an_unconfirmed_stop_is_none(cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sampled actions comply, those of the evaluation do not."""
-    score = cage2.score
-    monkeypatch.setattr(cage2, "score", lambda *a, **k: score(*a, **k) | {"compliance": 0.4})
-    monkeypatch.setattr(cage2, "is_compliant", lambda *a: True)
-    values = {"workflow": USER_LAST, "red_agent": "b_line", "compliance_threshold": 0.5, "min_episodes": 1}
-    result = cage2.train(tiny_args(cage2, tmp_path / "run", **values))
-    assert not result["compliant"]
-    assert result["global_step"] == 300
+    evaluated, sampled_comply, values, stop = STOPS[name]
+    score, falling = cage2.score, itertools.count(0, -1)
+    monkeypatch.setattr(
+        cage2, "score", lambda *a, **k: score(*a, **k) | {"compliance": evaluated, "score": next(falling)}
+    )
+    monkeypatch.setattr(cage2, "is_compliant", sampled_comply or cage2.is_compliant)
+    settings = {"workflow": USER_LAST, "red_agent": "b_line", "compliance_threshold": 0.5, "min_episodes": 1} | values
+    result = cage2.train(tiny_args(cage2, tmp_path, **settings))
+    assert result["compliant"] == (stop is not None)
+    if stop is None:
+        assert result["global_step"] == 300  # all of them
+    else:
+        assert result["global_step"] in stop
+        assert cage2.load(tmp_path / "best.pt")["run"]["global_step"] == result["global_step"]
+        assert cage2.train(tiny_args(cage2, tmp_path, resume=True, **settings)) == result
 
 
 # ---- which order next: envs/cage2/search.py -------------------------------------------------------------------------
@@ -503,12 +361,9 @@ def test_the_mallows_kernel_is_positive_definite_and_the_documents_is_not() -> N
     assert np.linalg.eigvalsh(of_document).min() == pytest.approx(-0.69, abs=0.01)
 
 
-def test_the_posterior_of_one_and_two_observations_in_closed_form() -> None:
+def test_the_posterior_of_two_observations_in_closed_form() -> None:
     kernel = search.mallows_kernel(0.3)
-    mean, std = search.gp_posterior(kernel, [4], np.array([2.0]), np.array([0.5]))
-    np.testing.assert_allclose(mean, kernel[4] * 2.0 / 1.5)
-    np.testing.assert_allclose(std, np.sqrt(1 - kernel[4] ** 2 / 1.5))
-    # two observations: the inverse of [[1 + s, k], [k, 1 + t]]
+    # the inverse of [[1 + s, k], [k, 1 + t]]
     k, s, t = kernel[4, 50], 0.1, 0.4
     inverse = np.array([[1 + t, -k], [-k, 1 + s]]) / ((1 + s) * (1 + t) - k**2)
     mean, std = search.gp_posterior(kernel, [4, 50], np.array([2.0, -1.0]), np.array([s, t]))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-import threading
-from concurrent.futures import ThreadPoolExecutor
+import copy
 from typing import Any
 
 import gymnasium as gym
@@ -17,6 +15,7 @@ from hypothesis import strategies as st
 import envs.queueing  # noqa: F401  (registers TwoQueue-v0)
 from envs.normalize import NormalizeObservation, NormalizeReward, RunningMeanStd
 from envs.subproc_vec_env import SubprocVecEnv
+from tests.conftest import assert_same
 
 NUM_ENVS = 3
 ACTIONS = np.zeros((NUM_ENVS, 1), np.float32)
@@ -46,54 +45,34 @@ def test_running_statistics_are_those_of_all_samples_at_once(seed: int, sizes: l
     assert running.count == len(samples)
 
 
-def test_the_prior_fades_at_once() -> None:
-    running = RunningMeanStd()
-    assert (float(running.mean), float(running.var)) == (0.0, 1.0)
-    running.update(np.array([4.0, 6.0]))  # mean 5, variance 1; the prior weighs 1e-4 of a sample
-    assert float(running.mean) == pytest.approx(5.0, abs=1e-3)
-    assert float(running.var) == pytest.approx(1.0, abs=2e-3)
-
-
-def test_processes_that_share_their_batches_have_the_statistics_of_all() -> None:
-    batches = np.random.default_rng(0).normal(3.0, 2.0, (20, 8, 2, 3))
-    messages: list[Any] = [None, None]
-    barrier = threading.Barrier(2)
-
-    def run(rank: int) -> RunningMeanStd:
-        def add_up(message: np.ndarray) -> np.ndarray:
-            messages[rank] = message
-            barrier.wait()
-            total = np.sum(messages, axis=0)
-            barrier.wait()
-            return total
-
-        running = RunningMeanStd((2, 3), add_up)
-        for batch in batches:
-            running.update(batch[:3] if rank == 0 else batch[3:])
-        return running
-
-    with ThreadPoolExecutor(2) as threads:
-        first, second = threads.map(run, range(2))
-    alone = RunningMeanStd((2, 3))
-    for batch in batches:
-        alone.update(batch)
-    np.testing.assert_equal(first.get_state(), second.get_state())
-    np.testing.assert_allclose(first.mean, alone.mean, rtol=1e-12)
-    np.testing.assert_allclose(first.var, alone.var, rtol=1e-12)
-    assert first.count == pytest.approx(alone.count)
-
-
 @pytest.mark.parametrize(
     ("batch", "mean", "var"),
     [
+        (np.array([[4.0], [6.0]]), 5.0, 1.0),  # the prior, of mean 0 and variance 1, weighs 1e-4 of a sample
         (np.array([[300.0], [300.25], [301.0]], np.float16), 300.4, 3.1887),  # squares overflow float16
         (np.array([[1e20], [0.0]], np.float32), 5e19, 2.5e39),  # and float32
     ],
 )
-def test_squares_are_summed_in_double(batch: Any, mean: float, var: float) -> None:
+def test_the_prior_fades_at_once_and_squares_are_summed_in_double(batch: Any, mean: float, var: float) -> None:
     running = RunningMeanStd((1,))
+    assert (running.mean.tolist(), running.var.tolist()) == ([0.0], [1.0])
     running.update(batch)
-    np.testing.assert_allclose([*running.mean, *running.var], [mean, var], rtol=1e-3)
+    np.testing.assert_allclose([*running.mean, *running.var], [mean, var], rtol=2e-3)
+
+
+def test_processes_that_share_their_batches_have_the_statistics_of_all() -> None:
+    def add_up(message: np.ndarray) -> np.ndarray:
+        """Sums of deviations and of their squares, and number; plus those of another process that saw `theirs`."""
+        deviations = theirs - together.mean
+        return message + np.concatenate([deviations.sum(0).ravel(), (deviations**2).sum(0).ravel(), [len(theirs)]])
+
+    together, alone = RunningMeanStd((2, 3), add_up), RunningMeanStd((2, 3))
+    for batch in np.random.default_rng(0).normal(3.0, 2.0, (20, 8, 2, 3)):
+        theirs = batch[3:]
+        together.update(batch[:3])
+        alone.update(batch)
+    for name, value in alone.get_state().items():
+        np.testing.assert_allclose(together.get_state()[name], value, rtol=1e-12)
 
 
 # ---- observations ---------------------------------------------------------------------------------------------------
@@ -132,12 +111,12 @@ def test_evaluation_shares_the_statistics_of_training_and_leaves_them_alone() ->
     training.reset(seed=1)
     for _ in range(2):
         training.step(ACTIONS)
-        statistics = training.statistics.get_state()
+        before = training.statistics.get_state()
         (ours, _), (raw, _) = frozen.reset(seed=5), plain.reset(seed=5)
         for _ in range(10):
             np.testing.assert_array_equal(ours, training.normalize(raw))
             ours, raw = frozen.step(ACTIONS)[0], plain.step(ACTIONS)[0]
-        np.testing.assert_equal(training.statistics.get_state(), statistics)
+        assert_same(training.statistics.get_state(), before)
 
 
 def test_only_boxes_and_only_steps_that_are_transitions_can_be_normalized() -> None:
@@ -151,44 +130,23 @@ def test_only_boxes_and_only_steps_that_are_transitions_can_be_normalized() -> N
 
 
 def test_rewards_are_divided_by_the_deviation_of_the_discounted_return_which_starts_anew_at_either_end() -> None:
-    wrapped = NormalizeReward(vec(), 0.9, clip=1e9)
+    wrapped = NormalizeReward(vec(), 0.9, clip=1.5)
     wrapped.reset(seed=1)
-    returns, reference, num_ended = np.zeros(NUM_ENVS), RunningMeanStd(), 0
+    returns, reference, num_ended, num_clipped = np.zeros(NUM_ENVS), RunningMeanStd(), 0, 0
     for _ in range(40):
         _, rewards, terminated, truncated, _ = wrapped.step(ACTIONS)
         returns = 0.9 * returns + 1.0
         reference.update(returns)
-        np.testing.assert_allclose(rewards, 1.0 / np.sqrt(reference.var + 1e-8), rtol=1e-14)
+        expected = 1.0 / np.sqrt(reference.var + 1e-8)
+        np.testing.assert_allclose(rewards, min(expected, 1.5), rtol=1e-14)
+        num_clipped += bool(expected > 1.5)
         returns[terminated | truncated] = 0
         num_ended += int((terminated | truncated).sum())
         np.testing.assert_equal(wrapped.statistics.get_state(), reference.get_state())
     assert num_ended > 10
+    assert 0 < num_clipped < 40
     wrapped.reset()
     assert not wrapped.returns.any()
-
-
-def test_the_return_of_a_constant_reward_by_hand() -> None:
-    """Reward 1, gamma 0.5, no end: the sums are 1, 1.5, 1.75 in all environments, of mean 4.25/3, variance 0.0972."""
-    wrapped = NormalizeReward(vec(limit=None), 0.5, clip=2.5)
-    wrapped.reset(seed=[4, 5, 13])
-    for env in wrapped.env.envs:  # type: ignore[attr-defined]
-        env.unwrapped.state[0] = 8
-    rewards = [wrapped.step(ACTIONS)[1] for _ in range(3)]
-    assert wrapped.returns.tolist() == [1.75] * 3
-    assert float(wrapped.statistics.var) == pytest.approx(0.0972, abs=1e-3)
-    np.testing.assert_array_equal(rewards[2], [2.5] * 3)  # 1 / sqrt(0.0972) = 3.2, clipped
-
-
-def test_the_scale_depends_on_gamma() -> None:
-    """With the wrong gamma it is the scale of another problem: at 0.99 the sums grow ten times as far as at 0.9."""
-    deviations = []
-    for gamma in (0.9, 0.99):
-        wrapped = NormalizeReward(vec("TwoQueue-v0", limit=None), gamma)
-        wrapped.reset(seed=0)
-        for _ in range(400):
-            wrapped.step(ACTIONS)
-        deviations.append(float(wrapped.statistics.var) ** 0.5)
-    assert deviations[1] > 3 * deviations[0]
 
 
 # ---- saved and restored ---------------------------------------------------------------------------------------------
@@ -200,14 +158,11 @@ def test_a_restored_stack_continues_bit_for_bit() -> None:
     for _ in range(7):
         first.step(ACTIONS)
     state = first.get_state()
-    saved = pickle.dumps(state)
+    saved = copy.deepcopy(state)
     expected = [first.step(ACTIONS) for _ in range(15)]
-    assert pickle.dumps(state) == saved  # a copy
     second.reset(seed=99)
     second.set_state(state)
-    for step in expected:
-        for one, other in zip(second.step(ACTIONS)[:4], step[:4], strict=True):
-            np.testing.assert_array_equal(one, other)
-    assert pickle.dumps(state) == saved
+    assert_same([second.step(ACTIONS) for _ in range(15)], expected)
+    assert_same(state, saved)  # a copy, and not changed by who goes on from it
     first.close()
     second.close()
