@@ -244,7 +244,7 @@ def test_a_restored_run_continues_bit_for_bit_in_batch_and_single() -> None:
         ({"red_agent": {"b_line": 1.5, "meander": -0.5}}, "must be >= 0 and sum to 1, but"),
         ({"version": "2.1"}, "There is no version '2.1'; choose from head, leaderboard."),
         ({"wrapper": "Cardiff"}, "There is no wrapper 'Cardiff'; choose from challenge, cardiff."),
-        ({"render_mode": "human"}, "There is no render mode 'human'; choose from ansi, rgb_array, or None."),
+        ({"render_mode": "depth"}, "There is no render mode 'depth'; choose from ansi, rgb_array, human, or None."),
         ({"seed": -1}, "seed must be a whole number >= 0"),
     ],
 )
