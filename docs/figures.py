@@ -18,10 +18,14 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import gymnasium as gym
 import matplotlib.figure
+import matplotlib.patches
 import numpy as np
 import PIL.Image
+import PIL.ImageSequence
 import torch
 from gymnasium.spaces import Box
 
@@ -139,6 +143,46 @@ def reinforce() -> Numbers:
         axis.legend(fontsize=8, loc="lower right")
     save(figure, "reinforce")
     return numbers
+
+
+# environment, first step, last step of each episode of the drawing, and how it ends there
+EPISODES = (
+    (0, 0, 11, "rollout full"),
+    (1, 0, 4, "terminated"),
+    (1, 5, 11, "rollout full"),
+    (2, 0, 5, "time limit"),
+    (2, 6, 8, "terminated"),
+    (2, 9, 11, "rollout full"),
+    (3, 0, 3, "time limit"),
+    (3, 4, 11, "terminated"),
+)
+ENDS = {
+    "terminated": (RED, "terminated: V(s') = 0"),
+    "time limit": (ORANGE, "time limit: V(final observation)"),
+    "rollout full": (BLUE, "rollout full: V(next_obs)"),
+}
+
+
+def rollout() -> Numbers:
+    """A rollout of 12 steps of 4 environments: whose value stands for the future, and where GAE's recursion runs."""
+    figure, (axis,) = canvas(1, width=9, height=3.7)
+    shades = ["#cfdff0", "#e4e4e4", "#d3ead9"]
+    for i, (env, first, last, end) in enumerate(EPISODES):
+        color, label = ENDS[end]
+        for t in range(first, last + 1):
+            axis.add_patch(matplotlib.patches.Rectangle((t, env), 1, 0.55, fc=shades[i % 3], ec="white", lw=2))
+        axis.annotate("", (first + 0.1, env + 0.27), (last + 0.9, env + 0.27), arrowprops={"arrowstyle": "->"})
+        axis.plot([last + 1] * 2, [env - 0.05, env + 0.6], color=color, lw=4, solid_capstyle="butt")
+        axis.text(last + 1.05, env - 0.1, label, color=color, fontsize=9, ha="right", weight="bold")
+    axis.text(0.1, -0.1, "GAE adds up from right to left, and begins anew at each bar", fontsize=9, color="0.3")
+    axis.set(xlim=(0, 12.1), ylim=(3.7, -0.4), xlabel="step t", ylabel="environment n")
+    axis.set_xticks(np.arange(12) + 0.5, range(12))
+    axis.set_yticks(np.arange(4) + 0.27, range(4))
+    axis.tick_params(length=0)
+    axis.grid(False)
+    axis.spines[:].set_visible(False)
+    save(figure, "rollout")
+    return {}
 
 
 def gae_lambda() -> Numbers:
@@ -389,6 +433,26 @@ def time_limits() -> Numbers:
     return numbers
 
 
+# ---- mujoco.md ------------------------------------------------------------------------------------------------------
+
+
+def halfcheetah() -> Numbers:
+    """Three seconds of the HalfCheetah of zoo/, as a GIF. Gymnasium 1.4's default camera does not follow a robot."""
+
+    def make_env(args: ppo.Args, render_mode: str | None = None) -> gym.Env:
+        return gym.make(args.env_id, render_mode=render_mode, camera_name="track")
+
+    checkpoint = str(FOLDER.parents[1] / "zoo" / "HalfCheetah-v5.pt")
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(ppo, "make_env", make_env):
+        ppo.play(ppo.PlayArgs(checkpoint=checkpoint, save_gif=True, gif_frames=100, gif_dir=folder))
+        film = PIL.Image.open(next(Path(folder).iterdir()))
+        pictures = [x.convert("RGB").crop((0, 120, 320, 320)) for x in PIL.ImageSequence.Iterator(film)][40:]
+    palette = pictures[0].quantize(32)
+    first, *others = (x.quantize(palette=palette, dither=PIL.Image.Dither.NONE) for x in pictures)
+    first.save(FOLDER / "halfcheetah.gif", save_all=True, append_images=others, duration=50, loop=0)
+    return {}
+
+
 # ---- README.md ------------------------------------------------------------------------------------------------------
 
 
@@ -410,7 +474,7 @@ def learning() -> Numbers:
     return {}
 
 
-FIGURES = (clip, reinforce, gae_lambda, epochs, kl, num_envs, time_limits, learning)
+FIGURES = (clip, reinforce, rollout, gae_lambda, epochs, kl, num_envs, time_limits, halfcheetah, learning)
 
 
 def main() -> None:
