@@ -1,4 +1,5 @@
-"""Every figure and every measured number of docs/, each made by one command in less than half a minute.
+"""Every figure and every measured number of docs/, each made by one command: symptoms and exercises train for some
+minutes, all others are done in less than half a minute.
 
     python -m docs.figures clip          # draws docs/figures/clip.png and prints its numbers
     python -m docs.figures all
@@ -11,12 +12,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -31,6 +33,7 @@ from gymnasium.spaces import Box
 
 import ppo_continuous_mujoco as ppo
 from docs import reinforce as corridor
+from docs.exercises import EXERCISES, SCRIPT, plant
 from envs.normalize import RunningMeanStd
 
 FOLDER = Path(__file__).parent / "figures"
@@ -38,9 +41,11 @@ Numbers = dict[str, str]
 BLUE, ORANGE, GREEN, RED = "#1f5fa8", "#e07b00", "#2a8c4a", "#c23b3b"
 
 
-def canvas(columns: int, width: float = 4.6, height: float = 3.4) -> tuple[matplotlib.figure.Figure, list[Any]]:
-    figure = matplotlib.figure.Figure(figsize=(width * columns, height), layout="constrained")
-    axes = list(figure.subplots(1, columns, squeeze=False)[0])
+def canvas(
+    columns: int, width: float = 4.6, height: float = 3.4, rows: int = 1
+) -> tuple[matplotlib.figure.Figure, list[Any]]:
+    figure = matplotlib.figure.Figure(figsize=(width * columns, height * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.set_axisbelow(True)
@@ -64,6 +69,38 @@ def small_agent(obs_dim: int, action_dim: int, seed: int = 0, **args: Any) -> tu
         single_observation_space=Box(-np.inf, np.inf, (obs_dim,)), single_action_space=Box(-1, 1, (action_dim,))
     )
     return ppo.Agent(spaces, settings), settings
+
+
+def short_run(folder: str, *presets: str, bug: int = 0, **args: Any) -> tuple[ppo.Args, dict[str, Any]]:
+    """Train briefly without evaluations on the way, with the bug of an exercise if there is one; returns the arguments
+    and the last checkpoint."""
+    values: dict[str, Any] = {
+        "logdir": f"{folder}/run", "eval_every": 0, "eval_episodes": 1, "save_every": 0, "compile": False,
+        "num_minibatches": 8,
+    }  # fmt: skip
+    script: Any = ppo
+    if bug:
+        script = ModuleType("planted")
+        script.__file__ = str(SCRIPT)
+        exec(compile(plant(bug), "planted", "exec", dont_inherit=True), vars(script))
+    settings = script.preset(*presets, **values | args)
+    with contextlib.redirect_stdout(io.StringIO()):
+        script.train(settings)
+    return settings, ppo.load(Path(folder) / "run" / "latest.pt")
+
+
+@functools.cache
+def progress(*presets: str, **args: Any) -> np.ndarray:
+    """The columns of progress.csv of a short run."""
+    with tempfile.TemporaryDirectory() as folder:
+        short_run(folder, *presets, **args)
+        return np.genfromtxt(f"{folder}/run/progress.csv", delimiter=",", names=True, deletechars="")
+
+
+def draw(axis: Any, rows: np.ndarray, metric: str, color: str, label: str | None = None) -> None:
+    measured = np.isfinite(rows[metric])
+    axis.plot(rows["global_step"][measured] / 1000, rows[metric][measured], color=color, lw=1.5, label=label)
+    axis.tick_params(labelsize=8)
 
 
 # ---- ppo.md ---------------------------------------------------------------------------------------------------------
@@ -296,18 +333,6 @@ def kl() -> Numbers:
 # ---- parallel.md ----------------------------------------------------------------------------------------------------
 
 
-def short_run(folder: str, **args: Any) -> tuple[ppo.Args, dict[str, Any]]:
-    """Train briefly without evaluations on the way; returns the arguments and the last checkpoint."""
-    values: dict[str, Any] = {
-        "logdir": f"{folder}/run", "eval_every": 0, "eval_episodes": 1, "save_every": 0, "compile": False,
-        "num_minibatches": 8,
-    }  # fmt: skip
-    settings = ppo.Args(**values | args)
-    with contextlib.redirect_stdout(io.StringIO()):
-        ppo.train(settings)
-    return settings, ppo.load(Path(folder) / "run" / "latest.pt")
-
-
 def long_rollout(num_envs: int, num_steps: int) -> tuple[ppo.Agent, ppo.Args, dict[str, torch.Tensor]]:
     """What a HalfCheetah agent of 20 updates does in `num_steps` steps of `num_envs` environments, all frozen."""
     with tempfile.TemporaryDirectory() as folder:
@@ -433,6 +458,79 @@ def time_limits() -> Numbers:
     return numbers
 
 
+# ---- metrics.md -----------------------------------------------------------------------------------------------------
+
+# What is changed, the metric that shows it, the arguments of the sick runs and those of the healthy ones.
+SYMPTOMS: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
+    ("A: learning rate / 100", "train/approx_kl", {"learning_rate": 1e-5}, {}),
+    ("B: learning rate × 30", "train/clip_fraction", {"learning_rate": 3e-2}, {}),
+    ("C: the critic learns nothing", "train/explained_variance", {"vf_coef": 0.0}, {}),
+    ("D: actions hardly vary", "train/entropy", {"log_std_init": -4.0}, {}),
+    ("E: entropy bonus 0.1", "train/entropy", {"ent_coef": 0.1}, {}),
+    ("F: time limit taken for an end", "train/value_abs_error", {"reset_steps": 50, "bug": 4}, {"reset_steps": 50}),
+)
+
+
+def symptoms() -> Numbers:
+    """Six faults on HalfCheetah, two seeds each: the metric that shows it, and the reward below. 80,000 steps."""
+    figure, axes = canvas(3, width=3, height=1.75, rows=4)
+    numbers = {}
+    for i, (title, metric, sick, healthy) in enumerate(SYMPTOMS):
+        panels = {metric: axes[i // 3 * 6 + i % 3], "rollout/mean_reward": axes[i // 3 * 6 + 3 + i % 3]}
+        means: dict[str, list[float]] = {name: [] for name in panels}
+        for args, color, label in ((healthy, BLUE, "healthy"), (sick, RED, "sick")):
+            settings = {"learning_rate": 1e-3, "total_timesteps": 80_000} | args
+            runs = [progress("halfcheetah", seed=seed, **settings) for seed in (1, 2)]
+            for name, axis in panels.items():
+                for seed, rows in enumerate(runs):
+                    draw(axis, rows, name, color, None if seed else label)
+                means[name].append(np.mean([rows[name][-20:] for rows in runs]))
+        for name, axis in panels.items():
+            axis.set_title(f"{title}\n{name}" if name == metric else name, fontsize=9)
+        if metric == "train/approx_kl":
+            panels[metric].set_yscale("log")
+        numbers[title[0]] = " | ".join(f"{x:.2g}" for x in (*means[metric], *means["rollout/mean_reward"]))
+    axes[0].legend(fontsize=8)
+    axes[10].set_xlabel("thousand environment steps", fontsize=9)
+    save(figure, "symptoms")
+    return numbers
+
+
+# ---- exercises.md ---------------------------------------------------------------------------------------------------
+
+SHOWN = {
+    1: "rollout/episodic_return", 3: "rollout/episodic_return", 6: "rollout/episodic_return", 7: "train/policy_loss",
+    9: "rollout/episodic_return", 10: "train/approx_kl", 12: "rollout/episodic_return", 14: "train/entropy",
+    15: "train/value_loss", 16: "train/old_approx_kl", 17: "train/clip_fraction", 23: "rollout/episodic_return",
+}  # fmt: skip
+NEEDED: dict[int, dict[str, Any]] = {8: {"norm_adv": "per_env"}, 14: {"ent_coef": 0.1}}  # without them no bug is seen
+
+
+def exercises() -> Numbers:
+    """Each exercise's script on InvertedPendulum, 40,960 steps, seed 1, beside the correct one: what shows it best."""
+    figure, axes = canvas(4, width=2.3, height=1.75, rows=3)
+    panels, learnt = dict(zip(SHOWN, axes, strict=True)), []
+    for number in range(1, len(EXERCISES) + 1):
+        settings = {"env_id": "InvertedPendulum-v5", "total_timesteps": 40_960} | NEEDED.get(number, {})
+        if number == 13:  # it ends with an error
+            continue
+        rows = progress(bug=number, **settings)
+        returns = rows["rollout/episodic_return"]
+        if returns[np.isfinite(returns)][-3:].mean() > 900:
+            learnt.append(str(number))
+        if number in SHOWN:
+            axis, metric = panels[number], SHOWN[number]
+            draw(axis, progress(**settings), metric, BLUE, "correct")
+            draw(axis, rows, metric, RED, "with the bug")
+            axis.set_title(f"{number}: {metric}", fontsize=8)
+            if metric in ("rollout/episodic_return", "train/value_loss", "train/approx_kl"):
+                axis.set_yscale("log")
+    axes[0].legend(fontsize=8)
+    axes[9].set_xlabel("thousand environment steps", fontsize=9)
+    save(figure, "exercises")
+    return {"reach 1,000": ", ".join(learnt)}
+
+
 # ---- mujoco.md ------------------------------------------------------------------------------------------------------
 
 
@@ -474,7 +572,20 @@ def learning() -> Numbers:
     return {}
 
 
-FIGURES = (clip, reinforce, rollout, gae_lambda, epochs, kl, num_envs, time_limits, halfcheetah, learning)
+FIGURES = (
+    clip,
+    reinforce,
+    rollout,
+    gae_lambda,
+    epochs,
+    kl,
+    num_envs,
+    time_limits,
+    symptoms,
+    exercises,
+    halfcheetah,
+    learning,
+)
 
 
 def main() -> None:
