@@ -8,6 +8,7 @@
 
 A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.json, TensorBoard events, progress.csv
 (a row per update), best.pt and best.json (the best evaluation), latest.pt (all that --resume needs).
+"detail n" in a comment: see docs/details.md.
 """
 
 import contextlib
@@ -479,13 +480,14 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     num_envs, num_steps, all_steps = args.num_envs // WORLD_SIZE, args.num_steps, args.num_updates * args.batch_size
     vec_env = make_envs(args, num_envs)
     agent = Agent(vec_env, args).to(device)
-    if args.init_from is not None:
+    if args.init_from is not None and not args.resume:
         load_policy(load(Path(args.init_from)), agent)
     # All weights in one vector, of which the parameters become views: one long step costs half of many short ones.
     weights = parameters_to_vector(agent.parameters()).detach()
     vector_to_parameters(weights, agent.parameters())
     adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": torch.zeros(())}
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
+    torch._dynamo.config.recompile_limit = 1000  # of one process, which may be a sweep over many runs
     options: Any = {"cpp_wrapper": device.type == "cpu", "cpp.use_decompose_tanh": True}  # the latter vectorises tanh
     update: Any = torch.compile(take_steps, dynamic=False, options=options) if args.compile else take_steps
     look_back: Any = torch.compile(recall, dynamic=False, options=options) if args.compile else recall
@@ -740,7 +742,7 @@ def load(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
         require(state["format"] == FORMAT, "another format")
         state["args"] = {name: x for name, x in state["args"].items() if name in Args.__dataclass_fields__}
-        env_id = Args(**state["args"]).env_id
+        env_id = Args(**state["args"] | {"device": "cpu"}).env_id  # its own device may not be here
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
         raise OSError(f"{path} is missing, damaged or no checkpoint of format {FORMAT} ({error!r:.80}).") from None
     trusted = ":" not in env_id or env_id in sys.argv or env_id.split(":")[0] in sys.modules

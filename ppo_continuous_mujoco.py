@@ -7,6 +7,7 @@
 
 A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.json, TensorBoard events, progress.csv
 (a row per update), best.pt and best.json (the best evaluation), latest.pt (all that --resume needs).
+"detail n" in a comment: see docs/details.md.
 """
 
 import contextlib
@@ -196,7 +197,7 @@ class Agent(nn.Module):
         # details 13, 26: nothing is shared. A policy head of gain 0.01 starts near mean 0 for every observation.
         self.actor_mean = mlp([obs_dim, *args.hidden_sizes, action_dim], output_std=0.01)
         self.actor_log_std = nn.Parameter(torch.full((action_dim,), args.log_std_init))  # detail 24
-        self.critic = mlp([obs_dim, *args.hidden_sizes, 1], output_std=1.0)
+        self.critic = mlp([obs_dim, *args.hidden_sizes, 1], output_std=1.0)  # --critic-learning-rate goes by this name
 
     def policy(self, obs: Tensor) -> Independent:
         """(batch, obs_dim) -> a distribution of actions (batch, action_dim), with log-probabilities and entropies
@@ -360,7 +361,8 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
     returns, lengths = np.zeros(vec_env.num_envs), np.zeros(vec_env.num_envs, dtype=int)
     running = np.ones(vec_env.num_envs, dtype=bool)  # only the first episode of each environment counts
     obs, _ = vec_env.reset(seed=seed)
-    while running.any() and lengths.max() < (vec_env.unwrapped.spec.max_episode_steps or 1000):
+    limit = getattr(vec_env.unwrapped.spec, "max_episode_steps", None) or 1000  # of a task without an end, too
+    while running.any() and lengths.max() < limit:
         policy = agent.policy(torch.as_tensor(obs, device=device))
         actions = policy.mode if deterministic else policy.sample()
         obs, rewards, terminated, truncated, _ = vec_env.step(actions.cpu().numpy().clip(space.low, space.high))
@@ -399,7 +401,7 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     vec_env = make_envs(args, num_envs)
     space = vec_env.single_action_space
     agent = Agent(vec_env, args).to(device)
-    if args.init_from is not None:
+    if args.init_from is not None and not args.resume:
         load_policy(load(Path(args.init_from)), agent, vec_env.statistics)
     # All weights in one vector, of which the parameters become views: one long step costs half of many short ones.
     weights = parameters_to_vector(agent.parameters()).detach()
@@ -409,6 +411,7 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     learning_rates = parameters_to_vector(torch.full_like(p, rate) for p, rate in rates)
     adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": torch.zeros(())}
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
+    torch._dynamo.config.recompile_limit = 1000  # of one process, which may be a sweep over many runs
     options: Any = {"cpp_wrapper": device.type == "cpu", "cpp.use_decompose_tanh": True}  # the latter vectorises tanh
     update: Any = torch.compile(take_steps, dynamic=False, options=options) if args.compile else take_steps
     steps_per_call = math.gcd(4, args.num_minibatches)  # one compiled call for each step would cost half as much again
@@ -436,7 +439,7 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         started = time.perf_counter()
         progress = run.global_step / all_steps
         annealing = {"linear": 1 - progress, "exponential": 0.01**progress, "none": 1.0}[args.lr_decay]  # detail 4
-        adam["learning_rate"] = learning_rates * annealing
+        adam["learning_rate"] = learning_rates * annealing  # a tensor: compiled code takes numbers for constants
 
         # --- collect --------------------------------------------------------------------------------------------------
         rows: list[tuple[Tensor, ...]] = []  # of each step: obs, actions, rewards, terminated, ...
@@ -639,7 +642,7 @@ def load(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
         require(state["format"] == FORMAT, "another format")
         state["args"] = {name: x for name, x in state["args"].items() if name in Args.__dataclass_fields__}
-        env_id = Args(**state["args"]).env_id
+        env_id = Args(**state["args"] | {"device": "cpu"}).env_id  # its own device may not be here
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
         raise OSError(f"{path} is missing, damaged or no checkpoint of format {FORMAT} ({error!r:.80}).") from None
     trusted = ":" not in env_id or env_id in sys.argv or env_id.split(":")[0] in sys.modules

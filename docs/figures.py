@@ -1,4 +1,5 @@
-"""Every figure and every measured number of docs/, each made by one command in less than half a minute.
+"""Every figure and every measured number of docs/, each made by one command: symptoms and exercises train for some
+minutes, all others are done in less than half a minute.
 
     python -m docs.figures clip          # draws docs/figures/clip.png and prints its numbers
     python -m docs.figures all
@@ -11,22 +12,28 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
+from unittest import mock
 
+import gymnasium as gym
 import matplotlib.figure
+import matplotlib.patches
 import numpy as np
 import PIL.Image
+import PIL.ImageSequence
 import torch
 from gymnasium.spaces import Box
 
 import ppo_continuous_mujoco as ppo
 from docs import reinforce as corridor
+from docs.exercises import EXERCISES, SCRIPT, plant
 from envs.normalize import RunningMeanStd
 
 FOLDER = Path(__file__).parent / "figures"
@@ -34,9 +41,11 @@ Numbers = dict[str, str]
 BLUE, ORANGE, GREEN, RED = "#1f5fa8", "#e07b00", "#2a8c4a", "#c23b3b"
 
 
-def canvas(columns: int, width: float = 4.6, height: float = 3.4) -> tuple[matplotlib.figure.Figure, list[Any]]:
-    figure = matplotlib.figure.Figure(figsize=(width * columns, height), layout="constrained")
-    axes = list(figure.subplots(1, columns, squeeze=False)[0])
+def canvas(
+    columns: int, width: float = 4.6, height: float = 3.4, rows: int = 1
+) -> tuple[matplotlib.figure.Figure, list[Any]]:
+    figure = matplotlib.figure.Figure(figsize=(width * columns, height * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False).flat)
     for axis in axes:
         axis.grid(alpha=0.3)
         axis.set_axisbelow(True)
@@ -60,6 +69,38 @@ def small_agent(obs_dim: int, action_dim: int, seed: int = 0, **args: Any) -> tu
         single_observation_space=Box(-np.inf, np.inf, (obs_dim,)), single_action_space=Box(-1, 1, (action_dim,))
     )
     return ppo.Agent(spaces, settings), settings
+
+
+def short_run(folder: str, *presets: str, bug: int = 0, **args: Any) -> tuple[ppo.Args, dict[str, Any]]:
+    """Train briefly without evaluations on the way, with the bug of an exercise if there is one; returns the arguments
+    and the last checkpoint."""
+    values: dict[str, Any] = {
+        "logdir": f"{folder}/run", "eval_every": 0, "eval_episodes": 1, "save_every": 0, "compile": False,
+        "num_minibatches": 8,
+    }  # fmt: skip
+    script: Any = ppo
+    if bug:
+        script = ModuleType("planted")
+        script.__file__ = str(SCRIPT)
+        exec(compile(plant(bug), "planted", "exec", dont_inherit=True), vars(script))
+    settings = script.preset(*presets, **values | args)
+    with contextlib.redirect_stdout(io.StringIO()):
+        script.train(settings)
+    return settings, ppo.load(Path(folder) / "run" / "latest.pt")
+
+
+@functools.cache
+def progress(*presets: str, **args: Any) -> np.ndarray:
+    """The columns of progress.csv of a short run."""
+    with tempfile.TemporaryDirectory() as folder:
+        short_run(folder, *presets, **args)
+        return np.genfromtxt(f"{folder}/run/progress.csv", delimiter=",", names=True, deletechars="")
+
+
+def draw(axis: Any, rows: np.ndarray, metric: str, color: str, label: str | None = None) -> None:
+    measured = np.isfinite(rows[metric])
+    axis.plot(rows["global_step"][measured] / 1000, rows[metric][measured], color=color, lw=1.5, label=label)
+    axis.tick_params(labelsize=8)
 
 
 # ---- ppo.md ---------------------------------------------------------------------------------------------------------
@@ -139,6 +180,46 @@ def reinforce() -> Numbers:
         axis.legend(fontsize=8, loc="lower right")
     save(figure, "reinforce")
     return numbers
+
+
+# environment, first step, last step of each episode of the drawing, and how it ends there
+EPISODES = (
+    (0, 0, 11, "rollout full"),
+    (1, 0, 4, "terminated"),
+    (1, 5, 11, "rollout full"),
+    (2, 0, 5, "time limit"),
+    (2, 6, 8, "terminated"),
+    (2, 9, 11, "rollout full"),
+    (3, 0, 3, "time limit"),
+    (3, 4, 11, "terminated"),
+)
+ENDS = {
+    "terminated": (RED, "terminated: V(s') = 0"),
+    "time limit": (ORANGE, "time limit: V(final observation)"),
+    "rollout full": (BLUE, "rollout full: V(next_obs)"),
+}
+
+
+def rollout() -> Numbers:
+    """A rollout of 12 steps of 4 environments: whose value stands for the future, and where GAE's recursion runs."""
+    figure, (axis,) = canvas(1, width=9, height=3.7)
+    shades = ["#cfdff0", "#e4e4e4", "#d3ead9"]
+    for i, (env, first, last, end) in enumerate(EPISODES):
+        color, label = ENDS[end]
+        for t in range(first, last + 1):
+            axis.add_patch(matplotlib.patches.Rectangle((t, env), 1, 0.55, fc=shades[i % 3], ec="white", lw=2))
+        axis.annotate("", (first + 0.1, env + 0.27), (last + 0.9, env + 0.27), arrowprops={"arrowstyle": "->"})
+        axis.plot([last + 1] * 2, [env - 0.05, env + 0.6], color=color, lw=4, solid_capstyle="butt")
+        axis.text(last + 1.05, env - 0.1, label, color=color, fontsize=9, ha="right", weight="bold")
+    axis.text(0.1, -0.1, "GAE adds up from right to left, and begins anew at each bar", fontsize=9, color="0.3")
+    axis.set(xlim=(0, 12.1), ylim=(3.7, -0.4), xlabel="step t", ylabel="environment n")
+    axis.set_xticks(np.arange(12) + 0.5, range(12))
+    axis.set_yticks(np.arange(4) + 0.27, range(4))
+    axis.tick_params(length=0)
+    axis.grid(False)
+    axis.spines[:].set_visible(False)
+    save(figure, "rollout")
+    return {}
 
 
 def gae_lambda() -> Numbers:
@@ -250,18 +331,6 @@ def kl() -> Numbers:
 
 
 # ---- parallel.md ----------------------------------------------------------------------------------------------------
-
-
-def short_run(folder: str, **args: Any) -> tuple[ppo.Args, dict[str, Any]]:
-    """Train briefly without evaluations on the way; returns the arguments and the last checkpoint."""
-    values: dict[str, Any] = {
-        "logdir": f"{folder}/run", "eval_every": 0, "eval_episodes": 1, "save_every": 0, "compile": False,
-        "num_minibatches": 8,
-    }  # fmt: skip
-    settings = ppo.Args(**values | args)
-    with contextlib.redirect_stdout(io.StringIO()):
-        ppo.train(settings)
-    return settings, ppo.load(Path(folder) / "run" / "latest.pt")
 
 
 def long_rollout(num_envs: int, num_steps: int) -> tuple[ppo.Agent, ppo.Args, dict[str, torch.Tensor]]:
@@ -389,6 +458,99 @@ def time_limits() -> Numbers:
     return numbers
 
 
+# ---- metrics.md -----------------------------------------------------------------------------------------------------
+
+# What is changed, the metric that shows it, the arguments of the sick runs and those of the healthy ones.
+SYMPTOMS: tuple[tuple[str, str, dict[str, Any], dict[str, Any]], ...] = (
+    ("A: learning rate / 100", "train/approx_kl", {"learning_rate": 1e-5}, {}),
+    ("B: learning rate × 30", "train/clip_fraction", {"learning_rate": 3e-2}, {}),
+    ("C: the critic learns nothing", "train/explained_variance", {"vf_coef": 0.0}, {}),
+    ("D: actions hardly vary", "train/entropy", {"log_std_init": -4.0}, {}),
+    ("E: entropy bonus 0.1", "train/entropy", {"ent_coef": 0.1}, {}),
+    ("F: time limit taken for an end", "train/value_abs_error", {"reset_steps": 50, "bug": 4}, {"reset_steps": 50}),
+)
+
+
+def symptoms() -> Numbers:
+    """Six faults on HalfCheetah, two seeds each: the metric that shows it, and the reward below. 80,000 steps."""
+    figure, axes = canvas(3, width=3, height=1.75, rows=4)
+    numbers = {}
+    for i, (title, metric, sick, healthy) in enumerate(SYMPTOMS):
+        panels = {metric: axes[i // 3 * 6 + i % 3], "rollout/mean_reward": axes[i // 3 * 6 + 3 + i % 3]}
+        means: dict[str, list[float]] = {name: [] for name in panels}
+        for args, color, label in ((healthy, BLUE, "healthy"), (sick, RED, "sick")):
+            settings = {"learning_rate": 1e-3, "total_timesteps": 80_000} | args
+            runs = [progress("halfcheetah", seed=seed, **settings) for seed in (1, 2)]
+            for name, axis in panels.items():
+                for seed, rows in enumerate(runs):
+                    draw(axis, rows, name, color, None if seed else label)
+                means[name].append(np.mean([rows[name][-20:] for rows in runs]))
+        for name, axis in panels.items():
+            axis.set_title(f"{title}\n{name}" if name == metric else name, fontsize=9)
+        if metric == "train/approx_kl":
+            panels[metric].set_yscale("log")
+        numbers[title[0]] = " | ".join(f"{x:.2g}" for x in (*means[metric], *means["rollout/mean_reward"]))
+    axes[0].legend(fontsize=8)
+    axes[10].set_xlabel("thousand environment steps", fontsize=9)
+    save(figure, "symptoms")
+    return numbers
+
+
+# ---- exercises.md ---------------------------------------------------------------------------------------------------
+
+SHOWN = {
+    1: "rollout/episodic_return", 3: "rollout/episodic_return", 6: "rollout/episodic_return", 7: "train/policy_loss",
+    9: "rollout/episodic_return", 10: "train/approx_kl", 12: "rollout/episodic_return", 14: "train/entropy",
+    15: "train/value_loss", 16: "train/old_approx_kl", 17: "train/clip_fraction", 23: "rollout/episodic_return",
+}  # fmt: skip
+NEEDED: dict[int, dict[str, Any]] = {8: {"norm_adv": "per_env"}, 14: {"ent_coef": 0.1}}  # without them no bug is seen
+
+
+def exercises() -> Numbers:
+    """Each exercise's script on InvertedPendulum, 40,960 steps, seed 1, beside the correct one: what shows it best."""
+    figure, axes = canvas(4, width=2.3, height=1.75, rows=3)
+    panels, learnt = dict(zip(SHOWN, axes, strict=True)), []
+    for number in range(1, len(EXERCISES) + 1):
+        settings = {"env_id": "InvertedPendulum-v5", "total_timesteps": 40_960} | NEEDED.get(number, {})
+        if number == 13:  # it ends with an error
+            continue
+        rows = progress(bug=number, **settings)
+        returns = rows["rollout/episodic_return"]
+        if returns[np.isfinite(returns)][-3:].mean() > 900:
+            learnt.append(str(number))
+        if number in SHOWN:
+            axis, metric = panels[number], SHOWN[number]
+            draw(axis, progress(**settings), metric, BLUE, "correct")
+            draw(axis, rows, metric, RED, "with the bug")
+            axis.set_title(f"{number}: {metric}", fontsize=8)
+            if metric in ("rollout/episodic_return", "train/value_loss", "train/approx_kl"):
+                axis.set_yscale("log")
+    axes[0].legend(fontsize=8)
+    axes[9].set_xlabel("thousand environment steps", fontsize=9)
+    save(figure, "exercises")
+    return {"reach 1,000": ", ".join(learnt)}
+
+
+# ---- mujoco.md ------------------------------------------------------------------------------------------------------
+
+
+def halfcheetah() -> Numbers:
+    """Three seconds of the HalfCheetah of zoo/, as a GIF. Gymnasium 1.4's default camera does not follow a robot."""
+
+    def make_env(args: ppo.Args, render_mode: str | None = None) -> gym.Env:
+        return gym.make(args.env_id, render_mode=render_mode, camera_name="track")
+
+    checkpoint = str(FOLDER.parents[1] / "zoo" / "HalfCheetah-v5.pt")
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(ppo, "make_env", make_env):
+        ppo.play(ppo.PlayArgs(checkpoint=checkpoint, save_gif=True, gif_frames=100, gif_dir=folder))
+        film = PIL.Image.open(next(Path(folder).iterdir()))
+        pictures = [x.convert("RGB").crop((0, 120, 320, 320)) for x in PIL.ImageSequence.Iterator(film)][40:]
+    palette = pictures[0].quantize(32)
+    first, *others = (x.quantize(palette=palette, dither=PIL.Image.Dither.NONE) for x in pictures)
+    first.save(FOLDER / "halfcheetah.gif", save_all=True, append_images=others, duration=50, loop=0)
+    return {}
+
+
 # ---- README.md ------------------------------------------------------------------------------------------------------
 
 
@@ -410,7 +572,20 @@ def learning() -> Numbers:
     return {}
 
 
-FIGURES = (clip, reinforce, gae_lambda, epochs, kl, num_envs, time_limits, learning)
+FIGURES = (
+    clip,
+    reinforce,
+    rollout,
+    gae_lambda,
+    epochs,
+    kl,
+    num_envs,
+    time_limits,
+    symptoms,
+    exercises,
+    halfcheetah,
+    learning,
+)
 
 
 def main() -> None:

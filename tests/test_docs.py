@@ -273,14 +273,28 @@ def test_every_benchmark_is_listed_and_make_bench_runs_those_with_a_quick_form()
 FIGURES = [figure.__name__ for figure in figures.FIGURES]
 
 
-@pytest.mark.parametrize("figure", sorted({*FIGURES, *(path.stem for path in (DOCS / "figures").glob("*.png"))}))
+def pages_of(figure: str) -> list[str]:
+    """The texts that show a figure."""
+    texts = (text_of(page) for page in PAGES)
+    return [text for text in texts if re.search(rf"\((?:docs/)?figures/{figure}\.(?:png|gif)\)", text)]
+
+
+@pytest.mark.parametrize("figure", FIGURES)
 def test_every_figure_is_shown_with_its_command_and_its_numbers(figure: str) -> None:
-    assert figure in FIGURES
-    assert (DOCS / "figures" / f"{figure}.png").stat().st_size < 120 * 1024
-    (text,) = (text_of(page) for page in PAGES if re.search(rf"\((?:docs/)?figures/{figure}\.png\)", text_of(page)))
+    (path,) = (DOCS / "figures").glob(f"{figure}.*")
+    assert path.stat().st_size < {".png": 120, ".gif": 600}[path.suffix] * 1024
+    (text,) = pages_of(figure)
     assert f"python -m docs.figures {figure}" in text
     for name, number in NUMBERS[figure].items():
         assert number in text, (name, number)
+
+
+def test_every_picture_has_a_command() -> None:
+    names = set(FIGURES)
+    assert {path.stem for path in (DOCS / "figures").iterdir() if path.suffix != ".json"} == names
+    for page in PAGES:
+        shown = set(re.findall(r"\((?:docs/)?figures/(\w+)\.(?:png|gif)\)", text_of(page)))
+        assert shown <= names, (page.name, shown - names)
 
 
 def assert_printed(values: list[float], text: str) -> None:
