@@ -182,6 +182,33 @@ def make_batch(script: ModuleType, **tensors: torch.Tensor) -> Any:
     return script.Batch(**{name: tensors.get(name, zeros) for name in script.Batch._fields})
 
 
+def column(*numbers: float) -> torch.Tensor:
+    """One environment's numbers over time, (num_steps, 1)."""
+    return torch.tensor(numbers, dtype=torch.float64)[:, None]
+
+
+def gae(
+    script: ModuleType,
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    last_values: Any,
+    gamma: float,
+    gae_lambda: float,
+    terminations: torch.Tensor | None = None,
+    truncations: torch.Tensor | None = None,
+    final_values: dict[tuple[int, int], float] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """compute_gae where V(s') is the next row's V, `last_values` after the last row, and `final_values[t, n]` after
+    the steps named there (episodes cut by a time limit)."""
+    no = torch.zeros_like(rewards, dtype=torch.bool)
+    next_values = torch.cat([values[1:], torch.as_tensor(last_values, dtype=values.dtype).expand(1, values.shape[1])])
+    for (t, n), value in (final_values or {}).items():
+        next_values[t, n] = value
+    terminations = no if terminations is None else terminations
+    truncations = no if truncations is None else truncations
+    return script.compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
+
+
 def flat(agent: Any, learning_rate: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """All weights of the agent in one vector, of which its parameters are views from now on, and Adam's state."""
     weights = parameters_to_vector(agent.parameters()).detach()
