@@ -65,6 +65,11 @@ TINY: dict[str, dict[str, Any]] = {
                         "minibatch_growth": 2, "feature_dim": 16, "backend": FASTEST_EMULATOR},
 }  # fmt: skip
 
+# Arguments of a run that solves Target-v0 in seconds.
+TARGET_RUN: dict[str, Any] = {"env_id": "Target-v0", "num_envs": 16, "num_steps": 32, "num_minibatches": 8,
+                              "update_epochs": 10, "total_timesteps": 12_288, "learning_rate": 3e-3,
+                              "eval_episodes": 100, "reset_steps": None, "hidden_sizes": (16,)}  # fmt: skip
+
 
 # ---- scripts --------------------------------------------------------------------------------------------------------
 
@@ -223,6 +228,18 @@ def flat(agent: Any, learning_rate: float) -> tuple[torch.Tensor, dict[str, torc
 def tiny_args(script: ModuleType, logdir: Path, **values: Any) -> Any:
     """Arguments of a run that takes about a second: three updates."""
     return script.Args(**COMMON | TINY[domain(script)] | {"logdir": str(logdir)} | values)
+
+
+def tiny_flags(script: ModuleType, logdir: Path | str, **values: Any) -> list[str]:
+    """`tiny_args` as flags of the command line."""
+    flags: list[str] = []
+    for name, value in (COMMON | TINY[domain(script)] | {"logdir": logdir} | values).items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", *map(str, value if isinstance(value, tuple) else [value])]
+    return flags
 
 
 def tiny_runner(script: ModuleType, folder: Path) -> Callable[..., dict[str, Any]]:
