@@ -65,6 +65,11 @@ TINY: dict[str, dict[str, Any]] = {
                         "minibatch_growth": 2, "feature_dim": 16, "backend": FASTEST_EMULATOR},
 }  # fmt: skip
 
+# Arguments of a run that solves Target-v0 in seconds.
+TARGET_RUN: dict[str, Any] = {"env_id": "Target-v0", "num_envs": 16, "num_steps": 32, "num_minibatches": 8,
+                              "update_epochs": 10, "total_timesteps": 12_288, "learning_rate": 3e-3,
+                              "eval_episodes": 100, "reset_steps": None, "hidden_sizes": (16,)}  # fmt: skip
+
 
 # ---- scripts --------------------------------------------------------------------------------------------------------
 
@@ -182,6 +187,33 @@ def make_batch(script: ModuleType, **tensors: torch.Tensor) -> Any:
     return script.Batch(**{name: tensors.get(name, zeros) for name in script.Batch._fields})
 
 
+def column(*numbers: float) -> torch.Tensor:
+    """One environment's numbers over time, (num_steps, 1)."""
+    return torch.tensor(numbers, dtype=torch.float64)[:, None]
+
+
+def gae(
+    script: ModuleType,
+    rewards: torch.Tensor,
+    values: torch.Tensor,
+    last_values: Any,
+    gamma: float,
+    gae_lambda: float,
+    terminations: torch.Tensor | None = None,
+    truncations: torch.Tensor | None = None,
+    final_values: dict[tuple[int, int], float] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """compute_gae where V(s') is the next row's V, `last_values` after the last row, and `final_values[t, n]` after
+    the steps named there (episodes cut by a time limit)."""
+    no = torch.zeros_like(rewards, dtype=torch.bool)
+    next_values = torch.cat([values[1:], torch.as_tensor(last_values, dtype=values.dtype).expand(1, values.shape[1])])
+    for (t, n), value in (final_values or {}).items():
+        next_values[t, n] = value
+    terminations = no if terminations is None else terminations
+    truncations = no if truncations is None else truncations
+    return script.compute_gae(rewards, values, next_values, terminations, truncations, gamma, gae_lambda)
+
+
 def flat(agent: Any, learning_rate: float) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """All weights of the agent in one vector, of which its parameters are views from now on, and Adam's state."""
     weights = parameters_to_vector(agent.parameters()).detach()
@@ -196,6 +228,18 @@ def flat(agent: Any, learning_rate: float) -> tuple[torch.Tensor, dict[str, torc
 def tiny_args(script: ModuleType, logdir: Path, **values: Any) -> Any:
     """Arguments of a run that takes about a second: three updates."""
     return script.Args(**COMMON | TINY[domain(script)] | {"logdir": str(logdir)} | values)
+
+
+def tiny_flags(script: ModuleType, logdir: Path | str, **values: Any) -> list[str]:
+    """`tiny_args` as flags of the command line."""
+    flags: list[str] = []
+    for name, value in (COMMON | TINY[domain(script)] | {"logdir": logdir} | values).items():
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            flags.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            flags += [f"--{flag}", *map(str, value if isinstance(value, tuple) else [value])]
+    return flags
 
 
 def tiny_runner(script: ModuleType, folder: Path) -> Callable[..., dict[str, Any]]:

@@ -1,15 +1,13 @@
-"""What the training loop of each script hands to the mathematics, watched from outside on its own environments.
-
-The learning rate is so small that a run's agent is the same from its first step to its last, and what the loop stored
-can be computed again.
-"""
+"""The training loop of each script, watched from outside on its own environments: what it hands to the mathematics,
+how often it updates and evaluates, and what a run leaves."""
 
 from __future__ import annotations
 
 import copy
 import itertools
+import json
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,9 +16,22 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import ROOT, assert_same, columns, domain, minibatches_of, spy, tiny_args, weights
+from tests.conftest import (
+    ROOT,
+    assert_same,
+    can_compile,
+    columns,
+    domain,
+    minibatches_of,
+    spy,
+    tiny_args,
+    tiny_runner,
+    weights,
+)
 
-# Rollouts in which episodes are cut by their time limit, and terminate too where the domain knows that.
+# Rollouts in which episodes are cut by their time limit, and terminate too where the domain knows that. The learning
+# rate is so small that a run's agent is the same from its first step to its last: what the loop stored can be computed
+# again.
 RUNS: dict[str, dict[str, Any]] = {
     "ppo_continuous_mujoco": {"env_id": "KnownValues-v0", "num_envs": 4, "num_steps": 16, "reset_steps": 5,
                               "norm_obs": False, "norm_reward": False, "total_timesteps": 128},
@@ -48,11 +59,10 @@ class Watched:
     updates: list[tuple[Any, Any]]  # arguments and result of take_steps
 
 
-@pytest.fixture(scope="module")
-def watched(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Watched:
+def watch(script: ModuleType, folder: Path) -> Watched:
     name = domain(script)
-    args = tiny_args(script, tmp_path_factory.mktemp("watched") / "run", **(RUNS[name] | COMMON))
-    seen: dict[str, list[Any]] = {"first": [], "steps": [], "actions": [], "agents": []}
+    args = tiny_args(script, folder / "watched", **(RUNS[name] | COMMON))
+    seen: dict[str, list[Any]] = {"first": [], "steps": [], "actions": []}
     make_envs = script.make_envs
 
     def make_watched(*given: Any, **options: Any) -> Any:
@@ -79,6 +89,14 @@ def watched(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Wat
     steps = seen["steps"][: 2 * args.num_steps]
     return Watched(name, args, updates[0][0][0], seen["first"][0][0], steps, seen["actions"], gae,
                    minibatches_of(updates), updates)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def watched(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Watched:
+    return watch(script, tmp_path_factory.mktemp("loop"))
+
+
+# ---- what the loop hands to the mathematics -------------------------------------------------------------------------
 
 
 def value_of(agent: Any, obs: Any) -> torch.Tensor:
@@ -136,8 +154,8 @@ def test_every_transition_is_used_once_an_epoch_in_a_fresh_order_and_with_its_ow
             torch.testing.assert_close(values, minibatch.values, rtol=1e-4, atol=1e-4)
 
 
-def test_what_is_learnt_from_is_the_action_that_was_taken(watched: Watched) -> None:
-    """Not the most probable one, and the environment gets it clipped to its limits (detail 27)."""
+def test_what_is_learnt_from_is_the_action_that_was_sampled(watched: Watched) -> None:
+    """Not the most probable one. The environment gets it clipped to its limits, the loss as it was (detail 27)."""
     args = watched.args
     values = torch.cat([given[1] for given, _ in watched.gae]).flatten().tolist()
     taken = np.concatenate(watched.actions[: 2 * args.num_steps]).reshape(len(values), -1)
@@ -146,28 +164,105 @@ def test_what_is_learnt_from_is_the_action_that_was_taken(watched: Watched) -> N
     for start in (0, per_update):  # the first epoch of each update has every transition once
         for minibatch in watched.minibatches[start : start + args.num_minibatches]:
             stored = minibatch.actions.numpy().reshape(len(minibatch.actions), -1)
-            if watched.name == "ppo_continuous_mujoco":
-                stored = np.clip(stored, -1, 1)
-            learnt += [
-                (value, *action) for value, action in zip(minibatch.values.tolist(), stored.tolist(), strict=True)
-            ]
+            learnt += [(value, *row) for value, row in zip(minibatch.values.tolist(), stored.tolist(), strict=True)]
+    if watched.name == "ppo_continuous_mujoco":
+        assert max(abs(action) for _, action in learnt) > 1.5
+        learnt = [(value, min(max(action, -1.0), 1.0)) for value, action in learnt]
     assert sorted(learnt) == sorted((value, *action) for value, action in zip(values, taken.tolist(), strict=True))
 
 
-def test_the_learning_rate_decays_and_one_optimiser_serves_the_whole_run(watched: Watched) -> None:
-    """Of two updates the second is made with half the rate; Adam's step count is that of the run: made anew for each
-    update, it would correct its bias again and again."""
-    args, taken = watched.args, 0
-    for i, ((_, _, _, adam, some), _) in enumerate(watched.updates):
-        annealing = 1.0 if i < len(watched.updates) // 2 else 0.5
-        assert adam["learning_rate"].unique().tolist() == [pytest.approx(args.learning_rate * annealing)]
+@pytest.mark.parametrize(("norm_adv", "dim"), [("batch", None), ("per_env", 0)])
+def test_advantages_are_normalized_over_the_scope(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, norm_adv: str, dim: int | None
+) -> None:
+    """The minibatches' advantages are together those of the batch, normalised once, and not again in the loss."""
+    gae_calls, calls = spy(monkeypatch, script, "compute_gae"), spy(monkeypatch, script, "take_steps")
+    batch_size = tiny_args(script, tmp_path).batch_size
+    script.train(tiny_args(script, tmp_path, norm_adv=norm_adv, update_epochs=1, total_timesteps=batch_size))
+    ((_, (raw, _)),) = gae_calls
+    expected = (raw - raw.mean(dim, keepdim=True)) / (raw.std(dim, keepdim=True) + 1e-8)
+    given = torch.cat([minibatch.advantages for minibatch in minibatches_of(calls)])
+    torch.testing.assert_close(given.sort()[0], expected.flatten().sort()[0])
+
+
+def test_one_optimiser_serves_the_whole_run(watched: Watched) -> None:
+    """Adam's step count is that of the run: made anew for each update, it would correct its bias again and again."""
+    taken = 0
+    for (_, _, _, adam, some), _ in watched.updates:
         assert adam["step"] == taken
         taken += len(some.obs)
-    checkpoint = torch.load(Path(args.logdir) / "latest.pt", weights_only=True)
-    run = checkpoint["run"]
-    counted = run.get("minibatch_updates", run["epochs"] * watched.args.num_minibatches)  # Mario's minibatches grow
-    assert checkpoint["adam"]["step"] == taken == counted
-    assert checkpoint["run"]["epochs"] == 2 * args.update_epochs
+    checkpoint = torch.load(Path(watched.args.logdir) / "latest.pt", weights_only=True)
+    assert checkpoint["adam"]["step"] == taken == checkpoint["run"]["minibatch_updates"]
+    assert taken == 2 * watched.args.update_epochs * watched.args.num_minibatches
+
+
+# ---- what a run does and leaves -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("decay", "rates", "every", "evaluated"),
+    [
+        ("linear", [1, 2 / 3, 1 / 3], 0, [3]),
+        ("none", [1, 1, 1], 1.5, [2, 3]),
+        ("exponential", [1, 0.01 ** (1 / 3), 0.01 ** (2 / 3)], 1, [1, 2, 3]),
+    ],
+)
+def test_there_are_exactly_num_updates_with_their_rates_and_evaluations(
+    script: ModuleType, tmp_path: Path, decay: str, rates: list[float], every: float, evaluated: list[int]
+) -> None:
+    """Three and a half batches are asked for: three updates. They are evaluated at the next update after so many
+    batches, and at the end."""
+    batch = tiny_args(script, tmp_path).batch_size
+    values = {"total_timesteps": batch * 7 // 2, "lr_decay": decay, "eval_every": int(every * batch)}
+    has_bonus = hasattr(script.Args, "ent_decay")
+    args = tiny_args(script, tmp_path, **values | ({"ent_decay": decay} if has_bonus else {}))
+    script.train(args)
+    progress = columns(tmp_path)
+    assert progress["global_step"] == [batch, 2 * batch, 3 * batch]
+    np.testing.assert_allclose(progress["train/learning_rate"], args.learning_rate * np.array(rates), rtol=1e-5)
+    if has_bonus:
+        np.testing.assert_allclose(progress["train/ent_coef"], args.ent_coef * np.array(rates), rtol=1e-5)
+    assert (np.flatnonzero(np.isfinite(progress["eval/mean_return"])) + 1).tolist() == evaluated
+
+
+def test_a_run_leaves_the_files_it_promises(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under its own name, so that a copy's runs are told apart; with finite numbers under the promised names."""
+    monkeypatch.chdir(tmp_path)
+    name, batch = domain(script), tiny_args(script, tmp_path).batch_size
+    own = {"reset_steps": 6, "minibatch_growth": 1} if name == "ppo_atari_mario" else {}
+    args = tiny_args(script, tmp_path, eval_every=batch, seed=3, **own)
+    result = script.train(replace(args, logdir=None))
+    (logdir,) = Path("runs").iterdir()
+    assert re.fullmatch(rf"{args.env_id}__{script.SCRIPT}__3__\d{{8}}-\d{{6}}", logdir.name)
+    assert (result["logdir"], result["global_step"]) == (str(logdir), 3 * batch)
+    for file in ("config.json", "progress.csv", "best.pt", "best.json", "latest.pt"):
+        assert (logdir / file).stat().st_size > 0, file
+    assert list(logdir.glob("events.out.tfevents.*"))
+    config = json.loads((logdir / "config.json").read_text())
+    assert (config["args"]["seed"], config["versions"]["torch"]) == (3, torch.__version__)
+    progress = columns(logdir)
+    for column, values in progress.items():
+        assert np.isfinite(values).all(), column
+    promised = (
+        "train: policy_loss value_loss entropy approx_kl old_approx_kl clip_fraction explained_variance "
+        "value_abs_error grad_norm learning_rate; rollout: episodic_return episodic_length mean_reward; "
+        "eval: mean_return std_return mean_length; time: sps"
+    )
+    for group, _, metrics in (part.partition(": ") for part in promised.split("; ")):
+        assert {f"{group}/{metric}" for metric in metrics.split()} <= progress.keys()
+    steps = args.num_steps * np.arange(1, 4)
+    limit = args.max_steps if name == "ppo_cage2_parallel" else args.reset_steps
+    assert progress["counters/train_steps"] == steps.tolist()
+    assert progress["counters/rollouts"] == [1, 2, 3]
+    assert progress["counters/epochs"] == [2, 4, 6]
+    assert progress["counters/minibatch_updates"] == [4, 8, 12]  # 2 epochs of 2 minibatches
+    assert progress["counters/resets"] == (args.num_envs * (steps // limit)).tolist()
+    assert set(progress["rollout/episodic_length"]) == {limit}
+    printed = capsys.readouterr().out
+    assert f"3 updates of {args.num_envs} environments" in printed
+    assert str(logdir) in printed
 
 
 def test_what_is_logged_of_the_critic_is_of_these_values_and_targets(watched: Watched) -> None:
@@ -183,20 +278,31 @@ def test_what_is_logged_of_the_critic_is_of_these_values_and_targets(watched: Wa
 PAGES = {"ppo_continuous_mujoco": "mujoco", "ppo_cage2_parallel": "cage2", "ppo_atari_mario": "mario"}
 
 
-def documented(page: str) -> set[str]:
-    """The metrics that have a row in a table of a page."""
-    return set(re.findall(r"^\| `((?:\w+)/[\w{}]+)`", (ROOT / "docs" / f"{page}.md").read_text(), re.MULTILINE))
-
-
 def test_every_metric_that_is_logged_is_explained_on_a_page(watched: Watched) -> None:
     logged = set(columns(watched.args.logdir)) - {"global_step"}
     logged = {re.sub(r"^eval/[a-z_]+_\d+$", "eval/{red}_{steps}", name) for name in logged}
-    assert logged <= documented("metrics") | documented(PAGES[watched.name])
+    pages = [(ROOT / "docs" / f"{page}.md").read_text() for page in ("metrics", PAGES[watched.name])]
+    assert logged <= set(re.findall(r"^\| `((?:\w+)/[\w{}]+)`", "\n".join(pages), re.MULTILINE))
 
 
-def test_evaluations_and_saves_do_not_matter_to_the_learning(script: ModuleType, tmp_path: Path) -> None:
-    """None draws from the generators of the run: a resumed run may change how often they happen."""
-    values = RUNS[domain(script)] | COMMON | {"learning_rate": 1e-3}
-    for name, more in (("seldom", {}), ("often", {"eval_every": 1, "save_every": 1})):
-        script.train(tiny_args(script, tmp_path / name, **(values | more)))
-    assert_same(weights(tmp_path / "often"), weights(tmp_path / "seldom"))
+def test_equal_seeds_give_equal_runs_and_different_ones_do_not(script: ModuleType, tmp_path: Path) -> None:
+    """However often it is evaluated and saved on the way, neither of which draws from the run's generators, and
+    whatever the number of workers."""
+    run = tiny_runner(script, tmp_path)
+    often = {"eval_every": 1, "save_every": 1, "num_workers": 2}
+    first, again, other = (weights(run(**values)["logdir"]) for values in ({}, often, {"seed": 2}))
+    assert_same(again, first)
+    assert any(not torch.equal(x, y) for x, y in zip(other.values(), first.values(), strict=True))
+
+
+@can_compile
+@pytest.mark.slow
+def test_a_compiled_run_is_repeatable_and_close_to_an_eager_one(script: ModuleType, tmp_path: Path) -> None:
+    """--compile is the default, so all results are of it. The learning rate is small, because what follows is the same
+    only as long as the policies agree."""
+    run = tiny_runner(script, tmp_path)
+    values = {"learning_rate": 1e-4} | ({"amp": False} if hasattr(script.Args, "amp") else {})
+    compiled, again, eager = (weights(run(compile=x, **values)["logdir"]) for x in (True, True, False))
+    assert_same(again, compiled)
+    for name, tensor in eager.items():
+        torch.testing.assert_close(compiled[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
