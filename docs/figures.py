@@ -525,7 +525,7 @@ def exercises() -> Numbers:
             axis.set_title(f"{number}: {metric}", fontsize=8)
             if metric in ("rollout/episodic_return", "train/value_loss", "train/approx_kl"):
                 axis.set_yscale("log")
-    axes[0].legend(fontsize=8)
+    axes[3].legend(fontsize=8, loc="lower right")
     axes[9].set_xlabel("thousand environment steps", fontsize=9)
     save(figure, "exercises")
     return {"reach 1,000": ", ".join(learnt)}
