@@ -34,6 +34,7 @@ from tests.conftest import (
     rows,
     script_paths,
     tiny_args,
+    tiny_flags,
     wait,
     wait_until,
     weights,
@@ -155,29 +156,13 @@ def test_a_run_killed_at_random_moments_ends_as_the_unbroken_one(
     assert_same_run(logdir, tmp_path / "unbroken")
 
 
-def die_at_best(script: ModuleType) -> Callable[[], None]:
-    """Dies when the first best.pt is to be written."""
-
-    def prepare() -> None:
-        save = script.save
-
-        def deadly(path: Path, state: Any) -> None:
-            if path.name == "best.pt":
-                os.kill(os.getpid(), signal.SIGKILL)
-            save(path, state)
-
-        script.save = deadly  # type: ignore[attr-defined]
-
-    return prepare
-
-
 MOMENTS: dict[str, Callable[[ModuleType], Callable[[], None]]] = {
     "learning": lambda script: die_at(script, "take_steps", 10),
     "evaluating": lambda script: die_at(script, "evaluate", 2),
+    "the best is next": lambda script: die_at(script, "save", 3),  # of 1 and 2 latest.pt, then best.pt of update 3
     "logged and not saved": lambda script: die_at(script, "save", 4),
     "writing": lambda script: die_at(torch, "save", 4, half_a_checkpoint),
     "renaming": lambda script: die_at(os, "replace", 3),
-    "the best is next": die_at_best,
     "the last line": lambda script: die_at(json, "loads", 1),
 }
 
@@ -232,12 +217,14 @@ def test_a_run_may_be_extended_and_is_then_the_longer_run(run_tiny: Run, values:
     assert_same_run(parts, whole)
 
 
-def test_an_extended_run_anneals_towards_its_new_end(run_tiny: Run) -> None:
-    """The learning rate is a function of the share of updates done: 1, 2/3, 1/3, then 3/6, 2/6, 1/6 to go."""
+def test_an_extended_run_anneals_towards_its_new_end(run_tiny: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    """The learning rate is a function of the share of updates done: 1, 2/3, 1/3, then 3/6, 2/6, 1/6 to go. Another
+    number of environments begins new episodes."""
     first = run_tiny(total_timesteps=192, learning_rate=6e-4)
-    run_tiny(logdir=first["logdir"], total_timesteps=384, learning_rate=6e-4, resume=True)
+    run_tiny(logdir=first["logdir"], total_timesteps=384, learning_rate=6e-4, resume=True, num_envs=8, num_steps=8)
     rates = columns(first["logdir"])["train/learning_rate"]
     assert rates == pytest.approx([6e-4, 4e-4, 2e-4, 3e-4, 2e-4, 1e-4])
+    assert "--num-envs is 8 from now on; it was 4." in capsys.readouterr().out
 
 
 def test_a_finished_run_can_be_resumed_and_stays_as_it_is(run_tiny: Run) -> None:
@@ -249,24 +236,13 @@ def test_a_finished_run_can_be_resumed_and_stays_as_it_is(run_tiny: Run) -> None
     assert {name: (logdir / name).read_bytes() for name in before} == before
 
 
-def test_other_numbers_of_environments_begin_new_episodes(run_tiny: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    first = run_tiny()
-    result = run_tiny(logdir=first["logdir"], resume=True, num_envs=8, total_timesteps=192 + 128)
-    assert result["global_step"] == 320
-    assert "--num-envs is 8 from now on; it was 4." in capsys.readouterr().out
-
-
-FLAGS = (
-    "--env-id TwoQueue-v0 --num-envs 4 --num-steps 16 --num-minibatches 2 --update-epochs 2 --hidden-sizes 8 8 "
-    "--no-compile --eval-episodes 2 --eval-every 0 --reset-steps 10 --num-workers 1"
-)
-
-
 @pytest.mark.parametrize("style", ["--logdir {}", "--logdir={}"])
-def test_the_command_line_takes_the_arguments_from_the_run(run_main: Any, tmp_path: Path, style: str) -> None:
+def test_the_command_line_takes_the_arguments_from_the_run(
+    continuous: ModuleType, run_main: Any, tmp_path: Path, style: str
+) -> None:
     """`--resume --logdir D` is enough, flags given now win, and what they change is said."""
     logdir = style.format(tmp_path / "run").split()
-    assert run_main(*FLAGS.split(), *logdir, "--total-timesteps", "192")[0] == 0
+    assert run_main(*tiny_flags(continuous, tmp_path / "run"))[0] == 0
     code, out, err = run_main("--resume", *logdir, "--total-timesteps", "320")
     assert (code, err) == (0, "")
     assert "--total-timesteps is 320 from now on; it was 192." in out
@@ -286,32 +262,44 @@ def test_a_signal_ends_the_run_cleanly_and_it_can_go_on(
 ) -> None:
     """Before the first evaluation and after it: the update under way is finished and saved; the end is the same."""
     logdir, output = tmp_path / "run", tmp_path / "output.txt"
-    flags = [*FLAGS.split(), "--lr-decay", "none", "--eval-every", str(eval_every), "--total-timesteps"]
 
-    def run() -> int:
+    def main(folder: str, **values: Any) -> int:
         signal.signal(signum, signal.SIG_DFL)  # under nohup, or in the background of a shell, it may be ignored
-        return continuous.main([*flags, str(64 * 4000), "--logdir", str(logdir)])
+        return continuous.main(
+            tiny_flags(continuous, tmp_path / folder, lr_decay="none", eval_every=eval_every, **values)
+        )
 
-    pid = fork(run, output)
+    pid = fork(lambda: main("run", total_timesteps=64 * 4000), output)
     wait_until(pid, lambda: rows(logdir) >= 3, output)
     os.kill(pid, signum)
     assert wait(pid) == code, output.read_text()
     state = torch.load(logdir / "latest.pt", weights_only=True)
     assert state["run"]["rollouts"] == rows(logdir) < 4000
     assert "Traceback" not in output.read_text()
-    steps = str(state["run"]["global_step"] + 128)
-    assert (
-        wait(fork(lambda: continuous.main(["--resume", "--logdir", str(logdir), "--total-timesteps", steps]), output))
-        == 0
-    )
-    assert wait(fork(lambda: continuous.main([*flags, steps, "--logdir", str(tmp_path / "whole")]), output)) == 0
+    steps = state["run"]["global_step"] + 128
+    for folder, resume in (("run", True), ("whole", False)):
+        pid = fork(lambda folder=folder, resume=resume: main(folder, total_timesteps=steps, resume=resume), output)  # type: ignore[misc]
+        assert wait(pid) == 0
     assert_same(weights(logdir), weights(tmp_path / "whole"))
 
 
+def test_a_signal_in_the_last_update_does_not_make_a_finished_run_an_unfinished_one(
+    continuous: ModuleType, tmp_path: Path
+) -> None:
+    def work() -> int:
+        compute_gae = continuous.compute_gae
+        continuous.compute_gae = lambda *args: (os.kill(os.getpid(), signal.SIGTERM), compute_gae(*args))[1]
+        return continuous.main(tiny_flags(continuous, tmp_path / "run", total_timesteps=64))
+
+    assert wait(fork(work, tmp_path / "output.txt")) == 128 + signal.SIGTERM
+    assert "64 steps in" in (tmp_path / "output.txt").read_text()
+    assert (tmp_path / "run" / "best.json").exists()
+
+
 def test_ctrl_c_in_a_terminal_reaches_the_workers_too_and_all_is_saved(continuous: ModuleType, tmp_path: Path) -> None:
-    command = [sys.executable, str(continuous.__file__), *FLAGS.split(), "--num-workers", "2", "--logdir"]
+    flags = tiny_flags(continuous, tmp_path / "run", num_workers=2, total_timesteps=64 * 4000)
     process = subprocess.Popen(
-        ["env", "--default-signal=INT", *command, str(tmp_path / "run")], stdout=subprocess.PIPE,
+        ["env", "--default-signal=INT", sys.executable, str(continuous.__file__), *flags], stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT, env=os.environ | {"PYTHONPATH": str(ROOT)}, text=True, start_new_session=True,
     )  # fmt: skip
     deadline = time.monotonic() + 60
@@ -335,7 +323,7 @@ def test_a_second_interrupt_stops_at_once(continuous: ModuleType, tmp_path: Path
     def work() -> int:
         continuous.compute_gae = stuck
         signal.signal(signal.SIGINT, signal.default_int_handler)  # as in the foreground
-        return continuous.main([*FLAGS.split(), "--logdir", str(tmp_path / "run"), "--total-timesteps", "640"])
+        return continuous.main(tiny_flags(continuous, tmp_path / "run"))
 
     pid = fork(work, output)
     wait_until(pid, started.exists, output)
@@ -345,9 +333,3 @@ def test_a_second_interrupt_stops_at_once(continuous: ModuleType, tmp_path: Path
     os.kill(pid, signal.SIGINT)
     assert wait(pid) == -signal.SIGINT, output.read_text()
     assert "Traceback" not in output.read_text()
-
-
-def test_a_program_gets_its_own_handlers_back(run_tiny: Run) -> None:
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
-    run_tiny(total_timesteps=64)
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

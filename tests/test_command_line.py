@@ -1,5 +1,5 @@
-"""Whatever is wrong with what was asked for: one sentence on standard error, exit code 2 (1 for a file), no traceback,
-and nothing of an existing run is lost. Values that are legal stop at Args; no run starts."""
+"""The command line of each script: help, presets, and whatever is wrong with what was asked for: one sentence on
+standard error, exit code 2 (1 for a file), no traceback. Values that are legal stop at Args; no run starts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
-from tests.conftest import ROOT, command_line, domain, tiny_args, tiny_runner
+from tests.conftest import ROOT, columns, command_line, domain
 from tests.known_values import PlainEnv
 
 Main = Callable[..., tuple[int, str, str]]
@@ -57,6 +57,40 @@ def assert_refused(result: tuple[int, str, str], expected: str, code: int = 2) -
         assert (err.count("\n"), len(err) < 500) == (1, True), err
 
 
+# ---- help and presets -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["train", "play"])
+def test_help_lists_every_flag_and_what_it_means(script: ModuleType, main: Main, command: str) -> None:
+    code, out, _ = main(command, "--help")
+    assert code == 0
+    text = re.sub(r"[\s│]+", " ", out)
+    source = Path(str(script.__file__)).read_text()
+    source = source.partition("class PlayArgs")[2] if command == "play" else source.partition("class PlayArgs")[0]
+    for field in dataclasses.fields(script.Args if command == "train" else script.PlayArgs):
+        flag = field.name.replace("_", "-")
+        assert f"--{flag}" in text, flag
+        comment = re.search(rf"(?:^    # (.+)\n(?:    # .+\n)*)?^    {field.name}: [^#\n]*(?:  # (.+))?$", source, re.M)
+        assert comment is not None, flag
+        assert re.sub(r"\s+", " ", comment[2] or comment[1])[:40] in text, flag
+    for group in ["run", "environments", "ppo"] if command == "train" else []:
+        assert f"{group} options" in text.lower()
+
+
+def test_presets_layer_from_left_to_right_and_flags_win(script: ModuleType) -> None:
+    for name, values in script.PRESETS.items():
+        args = script.parse_args(["--configs", name])
+        assert {key: getattr(args, key) for key in values} == values, name
+    names = ("ant" if "ant" in script.PRESETS else "fast", "debug")
+    first, second = (script.PRESETS[name] for name in names)
+    assert any(first[key] != second[key] for key in first.keys() & second.keys())
+    for layers in (names, names[::-1]):
+        args = script.parse_args(["--configs", *layers, "--num-envs", "2", "--seed", "9"])
+        expected = script.PRESETS[layers[0]] | script.PRESETS[layers[1]] | {"num_envs": 2, "seed": 9}
+        assert {key: getattr(args, key) for key in expected} == expected
+        assert script.preset(*layers, num_envs=2, seed=9) == args
+
+
 # ---- every flag -----------------------------------------------------------------------------------------------------
 
 NUMBERS = (0, -1, 1e30, math.nan, math.inf, 10**21)
@@ -67,9 +101,7 @@ def test_every_flag_of_training_refuses_or_takes_every_number(script: ModuleType
     ranges, refused = {name: bounds for names, bounds in script.RANGES.items() for name in names.split()}, 0
     for field in dataclasses.fields(script.Args):
         kind = str(field.type)
-        if not re.search(r"\b(int|float)\b", kind):
-            continue
-        for number in NUMBERS:
+        for number in NUMBERS if re.search(r"\b(int|float)\b", kind) else ():
             if "int" in kind and not isinstance(number, int):
                 continue
             try:
@@ -88,16 +120,12 @@ def test_every_flag_of_training_refuses_or_takes_every_number(script: ModuleType
 
 def test_every_type_of_flag_refuses_what_it_cannot_read(script: ModuleType, main: Main) -> None:
     """One flag of each type; a word is read as one by all of a type, or by none."""
-    fields = {str(field.type): field.name for field in dataclasses.fields(script.Args)}
-    for kind, name in fields.items():
-        for value in ("a word", "1e30", "nan", "0"):
-            if (
-                kind in ("str", "str | None")
-                or ("float" in kind and value != "a word")
-                or ("int" in kind and value == "0")
-            ):
-                continue
-            assert_refused(main(f"--{name.replace('_', '-')}", value), "")
+    readable = {"a word": "str", "1e30": "str float", "nan": "str float", "0": "str float int tuple[int,...]"}
+    for kind, name in {str(field.type): field.name for field in dataclasses.fields(script.Args)}.items():
+        plain = re.sub(r"<class '(\w+)'>| \| None| ", r"\1", kind)
+        for value, kinds in readable.items():
+            if plain not in kinds.split():
+                assert_refused(main(f"--{name.replace('_', '-')}", value), "")
 
 
 def test_every_flag_of_play_refuses_or_takes_every_number(script: ModuleType) -> None:
@@ -128,6 +156,12 @@ COMMON = {
     "nonsense": "nonsense",
     "play --episodes 0": "--episodes",
     "play --gif-fps 51": "--gif-fps",
+}
+FILES = {  # that are missing: exit code 1
+    "--resume --logdir nowhere": "nowhere",
+    "play --logdir nowhere": "nowhere",
+    "play --checkpoint gone.pt": "gone.pt",
+    "--init-from gone.pt": "gone.pt",
 }
 OWN = {
     "ppo_continuous_mujoco": {
@@ -165,59 +199,28 @@ OWN = {
         "--minibatch-growth 7": "--minibatch-growth 7 does not divide",
         "--backend mame": "--backend",
     },
-}  # fmt: skip
+}
 
 
 def test_what_is_wrong_is_said_in_one_sentence(script: ModuleType, main: Main, tmp_path: Path) -> None:
-    for flags, expected in (COMMON | OWN[domain(script)]).items():
+    for flags, expected in (COMMON | FILES | OWN[domain(script)]).items():
         try:
-            assert_refused(main(*flags.split()), expected)
+            assert_refused(main(*flags.split()), expected, code=1 if flags in FILES else 2)
         except Exception as error:
             raise AssertionError(f"{flags}: {error!r}") from error
         assert not list(tmp_path.iterdir()), flags  # no folder for a run that cannot start
 
 
 @pytest.mark.parametrize(
-    "flags", ["--resume --logdir nowhere", "play --logdir nowhere", "play --checkpoint gone.pt", "--init-from gone.pt"]
+    ("flags", "redirection", "code"), [("xyz", ">&-", 2), ("xyz", "| head -1", 2), ("InvertedPendulum-v5", ">&-", 0)]
 )
-def test_a_file_that_is_missing_is_named(main: Main, flags: str) -> None:
-    assert_refused(main(*flags.split()), "nowhere" if "nowhere" in flags else "gone.pt", code=1)
-
-
-def test_a_taken_folder_is_refused_and_stays_as_it_is(script: ModuleType, main: Main, tmp_path: Path) -> None:
-    (tmp_path / "run").mkdir()
-    script.save(tmp_path / "run" / "latest.pt", {"format": script.FORMAT})
-    (tmp_path / "run" / "progress.csv").write_text("global_step\n1\n")
-    before = {path.name: path.read_bytes() for path in (tmp_path / "run").iterdir()}
-    assert_refused(main("--configs", "debug", "--logdir", "run"), "already holds a run")
-    assert {name: (tmp_path / "run" / name).read_bytes() for name in before} == before
-
-
-# ---- files of a run that are no text --------------------------------------------------------------------------------
-
-
-def test_files_that_are_no_text_cost_no_run(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+def test_closed_outputs_leave_the_exit_code(
+    continuous: ModuleType, tmp_path: Path, flags: str, redirection: str, code: int
 ) -> None:
-    """In the folder of a run that goes on, and in its neighbours."""
-    logdir = Path(tiny_runner(script, tmp_path)()["logdir"])
-    for name in ("progress.csv", "config.json", "best.json"):
-        (logdir / name).write_bytes(b"\xff\xfe\x00 rubbish \x80")
-    for i, rubbish in enumerate((b"", b"[1]", b"{}", b'{"problem": 3}', b"\xff")):
-        (tmp_path / str(i)).mkdir()
-        (tmp_path / str(i) / "best.json").write_bytes(rubbish)
-    capsys.readouterr()
-    more = str(4 * tiny_args(script, tmp_path).batch_size)
-    code, out, err = command_line(script, capsys)("--resume", "--logdir", str(logdir), "--total-timesteps", more)
-    assert (code, err) == (0, ""), out + err
-    assert script.load(logdir / "latest.pt")["run"]["rollouts"] == 4
-
-
-@pytest.mark.parametrize("redirection", [">&-", "| head -1"])
-def test_closed_outputs_leave_the_exit_code(continuous: ModuleType, tmp_path: Path, redirection: str) -> None:
-    command = f"{sys.executable} {continuous.__file__} --env-id xyz {redirection}"
-    variables = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=tmp_path, env=variables, text=True,
-                            capture_output=True, check=False)  # fmt: skip
-    assert result.returncode == 2
+    command = f"{sys.executable} {continuous.__file__} --configs debug --num-envs 2 --total-timesteps 256 --logdir run"
+    command = f"{command} --env-id {flags} {redirection}"
+    result = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=tmp_path, text=True, capture_output=True,
+                            env=os.environ | {"PYTHONPATH": str(ROOT)}, check=False)  # fmt: skip
+    assert result.returncode == code
     assert "Traceback" not in result.stderr
+    assert code > 0 or len(columns(tmp_path / "run")["global_step"]) == 2
