@@ -331,6 +331,9 @@ def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
     """One environment. A wrapper that is put around it here acts in training, evaluation and play."""
     kwargs: Any = {"render_mode": render_mode} if render_mode else {}  # not every environment takes the argument
     env = gym.make(args.env_id, max_episode_steps=args.reset_steps, **kwargs)
+    robot: Any = env.unwrapped
+    if render_mode and hasattr(robot, "mujoco_renderer"):  # the camera that follows the robot, if it has one
+        robot.mujoco_renderer.camera_id = 0 if robot.model.ncam else -1
     return env
 
 

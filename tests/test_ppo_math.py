@@ -11,13 +11,17 @@ import math
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
 from gymnasium.spaces import Box, Discrete
+from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests import known_values  # noqa: F401  (registers KnownValues-v0)
 from tests.conftest import SPACES, Sample, column, domain, flat, gae, make_batch, make_sample, with_args
 
 
@@ -71,6 +75,50 @@ def table_loss(
     loss, metrics = script.ppo_loss(agent, with_args(script, **args), batch)
     loss.backward()
     return loss.detach(), metrics, agent
+
+
+def collect(mode: AutoresetMode, num_steps: int, gamma: float, critic: Any) -> tuple[dict[str, Any], torch.Tensor]:
+    """A rollout of KnownValues-v0 under a time limit of 5 steps: compute_gae's arguments, and which rows are steps.
+
+    Under NEXT_STEP the step after an end only resets: its action is ignored, its reward is 0, and it leads from one
+    episode into another. It is no transition; marked as an end it separates the episodes, and it is left out.
+    """
+    envs = SyncVectorEnv([lambda: gym.make("KnownValues-v0", max_episode_steps=5)] * 3, autoreset_mode=mode)
+    obs, _ = envs.reset(seed=7)
+    rows: dict[str, list[Any]] = {name: [] for name in ("r", "v", "v_next", "terminated", "truncated", "valid")}
+    ended = np.zeros(3, dtype=bool)
+    for _ in range(num_steps):
+        next_obs, reward, terminated, truncated, infos = envs.step(np.zeros((3, 1), dtype=np.float32))
+        reached = next_obs.copy()
+        if mode is AutoresetMode.SAME_STEP:
+            for n in np.flatnonzero(terminated | truncated):
+                reached[n] = infos["final_obs"][n]
+            valid = np.ones(3, dtype=bool)
+        else:
+            valid, truncated = ~ended, truncated | ended
+        ended = terminated | truncated if mode is AutoresetMode.SAME_STEP else (terminated | truncated) & valid
+        for name, x in zip(rows, (reward, critic(obs), critic(reached), terminated, truncated, valid), strict=True):
+            rows[name].append(torch.as_tensor(np.asarray(x).reshape(3)))
+        obs = next_obs
+    envs.close()
+    stacked = {name: torch.stack(row) for name, row in rows.items()}
+    valid_rows = stacked.pop("valid")
+    names = ("rewards", "values", "next_values", "terminations", "truncations")
+    return dict(zip(names, stacked.values(), strict=True)) | {"gamma": gamma, "gae_lambda": 0.95}, valid_rows
+
+
+def test_both_autoreset_modes_give_the_same_advantages(script: ModuleType) -> None:
+    """Also for a wrong critic, transition by transition, up to the last episode that both rollouts saw end."""
+    results = []
+    for mode in (AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP):
+        rollout, valid = collect(mode, 60, 0.9, lambda obs: np.sin(3.0 * obs.astype(np.float64)))
+        advantages, _ = script.compute_gae(**rollout)
+        results.append([advantages[valid[:, n], n] for n in range(3)])
+        ends = [(rollout["terminations"] | rollout["truncations"])[valid[:, n], n] for n in range(3)]
+    for n, (same, following) in enumerate(zip(*results, strict=True)):
+        length = int(ends[n].nonzero()[-1]) + 1  # NEXT_STEP saw fewer transitions
+        assert length > 30
+        torch.testing.assert_close(same[:length], following[:length], rtol=0, atol=0)
 
 
 # ---- advantages -----------------------------------------------------------------------------------------------------
