@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,32 +22,27 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import ROOT, assert_same, columns, fork, rows, tiny_args, wait
+from tests.conftest import ROOT, TARGET_RUN, assert_same, columns, fork, rows, tiny_args, tiny_flags, wait
 from tests.test_subproc_faults import is_alive
 
 
-def run_ranks(script: ModuleType, size: int, work: Callable[[], int | None], output: Path) -> list[int]:
-    """Run `work` in `size` processes that find each other; returns their exit codes."""
+def run_ranks(script: ModuleType, work: Callable[[], int | None], output: Path) -> list[int]:
+    """Run `work` in two processes that find each other; returns their exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    pids = []
-    for rank in range(size):
 
-        def ranked_work(rank: int = rank) -> int | None:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            script.RANK, script.WORLD_SIZE = rank, size  # which the script read when it was imported
-            torch.set_num_threads(1)
-            return work()
+    def ranked_work(rank: int) -> int | None:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        script.RANK, script.WORLD_SIZE = rank, 2  # type: ignore[attr-defined]  # which the script read when imported
+        torch.set_num_threads(1)
+        return work()
 
-        pids.append(fork(ranked_work, output))
-    return [wait(pid) for pid in pids]
+    return [wait(pid) for pid in [fork(partial(ranked_work, rank), output) for rank in range(2)]]
 
 
-def train_ranks(
-    script: ModuleType, logdir: Path, size: int = 2, before: Callable[[], Any] = int, **values: Any
-) -> None:
+def train_ranks(script: ModuleType, logdir: Path, before: Callable[[], Any] = int, **values: Any) -> None:
     """Train with two ranks; raises AssertionError if one of them fails."""
     output = logdir.parent / "output.txt"
 
@@ -54,7 +50,7 @@ def train_ranks(
         before()
         script.train(tiny_args(script, logdir, **values))
 
-    assert run_ranks(script, 2, work, output) == [0, 0], output.read_text()[-3000:]
+    assert run_ranks(script, work, output) == [0, 0], output.read_text()[-3000:]
 
 
 def test_ranks_stay_in_step_and_see_different_things(script: ModuleType, tmp_path: Path) -> None:
@@ -122,13 +118,14 @@ def test_a_run_of_two_ranks_can_be_resumed_by_two_and_by_one(continuous: ModuleT
     assert continuous.train(args)["global_step"] == 448
 
 
-DECIDED: list[dict[str, Any]] = [
-    {"env_id": "Target-v0", "target_kl": 0.02, "learning_rate": 0.03, "update_epochs": 8},
-    {"average_reward_rate": 0.1, "norm_reward": False},
-]
-
-
-@pytest.mark.parametrize("values", DECIDED, ids=["target_kl", "average_reward_rate"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"env_id": "Target-v0", "target_kl": 0.02, "learning_rate": 0.03, "update_epochs": 8},
+        {"average_reward_rate": 0.1, "norm_reward": False},
+    ],
+    ids=["target_kl", "average_reward_rate"],
+)
 def test_what_is_decided_by_all_ranks_is_decided_alike(
     continuous: ModuleType, tmp_path: Path, values: dict[str, Any]
 ) -> None:
@@ -140,10 +137,7 @@ def test_what_is_decided_by_all_ranks_is_decided_alike(
 
 def test_two_ranks_learn_as_well_as_one_process(continuous: ModuleType, tmp_path: Path) -> None:
     """Target-v0: the best return is 0, doing nothing earns -0.083."""
-    values = {"env_id": "Target-v0", "num_envs": 16, "num_steps": 32, "num_minibatches": 8, "update_epochs": 10,
-              "total_timesteps": 12_288, "learning_rate": 3e-3, "eval_episodes": 100, "reset_steps": None,
-              "hidden_sizes": (16,)}  # fmt: skip
-    train_ranks(continuous, tmp_path / "run", **values)
+    train_ranks(continuous, tmp_path / "run", **TARGET_RUN)
     assert columns(tmp_path / "run")["eval/mean_return"][-1] > -0.01
 
 
@@ -153,22 +147,24 @@ def test_what_cannot_be_shared_is_refused(script: ModuleType, monkeypatch: pytes
         tiny_args(script, Path("unused"))
 
 
-def test_a_mistake_ends_all_ranks(continuous: ModuleType, tmp_path: Path) -> None:
-    """Also one that only rank 0 can find: a folder that holds a run."""
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({}, "^error: .* already holds a run"),  # which only rank 0 can find
+        # rank 1 has environments 2 and 3; the seed of environment 2 is the one that poisons
+        ({"env_id": "Poison-reward-nan-v0", "reset_steps": 100}, "The reward of environment"),
+    ],
+    ids=["a mistake", "a number that is not finite"],
+)
+def test_a_fault_of_one_rank_ends_all(
+    continuous: ModuleType, tmp_path: Path, values: dict[str, Any], sentence: str
+) -> None:
     output = tmp_path / "output.txt"
-    continuous.train(tiny_args(continuous, tmp_path / "run"))
-    flags = "--configs debug --env-id Hopper-v5 --logdir"
-    codes = run_ranks(continuous, 2, lambda: continuous.main([*flags.split(), str(tmp_path / "run")]), output)
-    assert 0 not in codes
-    assert len(re.findall("^error: .* already holds a run", output.read_text(), re.M)) >= 1
-
-
-def test_a_number_that_is_not_finite_ends_all_ranks(continuous: ModuleType, tmp_path: Path) -> None:
-    """Rank 1 has environments 2 and 3; the seed of environment 2 is the one that poisons."""
-    output, argv = tmp_path / "output.txt", "--env-id Poison-reward-nan-v0 --reset-steps 100 --configs debug --logdir"
-    codes = run_ranks(continuous, 2, lambda: continuous.main([*argv.split(), str(tmp_path / "run")]), output)
-    assert 0 not in codes
-    assert "The reward of environment" in output.read_text()
+    if not values:
+        continuous.train(tiny_args(continuous, tmp_path / "run"))
+    flags = tiny_flags(continuous, tmp_path / "run", **values)
+    assert 0 not in run_ranks(continuous, lambda: continuous.main(flags), output)
+    assert re.search(sentence, output.read_text(), re.MULTILINE)
 
 
 # ---- torchrun -------------------------------------------------------------------------------------------------------
@@ -176,8 +172,7 @@ def test_a_number_that_is_not_finite_ends_all_ranks(continuous: ModuleType, tmp_
 
 def torchrun(script: ModuleType, logdir: Path, *flags: str) -> subprocess.Popen[str]:
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script.__file__)]
-    argv += ["--configs", "debug", "--env-id", "TwoQueue-v0", "--eval-every", "0", "--save-every", "256",
-             "--num-workers", "1", "--logdir", str(logdir), *flags]  # fmt: skip
+    argv += [*tiny_flags(script, logdir, total_timesteps=10_000_000, save_every=256), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -212,10 +207,10 @@ def survivors(pids: list[int], seconds: float = 5) -> list[int]:
 
 @pytest.mark.timeout(240)
 def test_a_rank_that_dies_stops_all_and_sigterm_saves_and_ends_all(continuous: ModuleType, tmp_path: Path) -> None:
-    logdir, flags = tmp_path / "run", ("--total-timesteps", "10000000")
-    process = torchrun(continuous, logdir, *flags)
+    logdir = tmp_path / "run"
+    process = torchrun(continuous, logdir)
     wait_for_updates(process, logdir, 3)
-    ranks = [pid for pid in children(process.pid) if "--configs" in Path(f"/proc/{pid}/cmdline").read_text()]
+    ranks = [pid for pid in children(process.pid) if "--logdir" in Path(f"/proc/{pid}/cmdline").read_text()]
     members = family(process.pid)
     assert len(ranks) == 2
     assert len(members) >= 4  # and their workers
@@ -227,7 +222,7 @@ def test_a_rank_that_dies_stops_all_and_sigterm_saves_and_ends_all(continuous: M
     assert "SIGKILL" in output, output
     assert survivors(members) == []
     updates = rows(logdir) + 3
-    process = torchrun(continuous, logdir, *flags, "--resume", "--save-every", "0")
+    process = torchrun(continuous, logdir, "--resume", "--save-every", "0")
     wait_for_updates(process, logdir, updates)
     members = family(process.pid)
     process.send_signal(signal.SIGTERM)
