@@ -53,55 +53,37 @@ def train_ranks(script: ModuleType, logdir: Path, before: Callable[[], Any] = in
     assert run_ranks(script, work, output) == [0, 0], output.read_text()[-3000:]
 
 
-def test_ranks_stay_in_step_and_see_different_things(script: ModuleType, tmp_path: Path) -> None:
-    """After two updates all have the same weights, moments and statistics of observations, from environments, actions
-    and minibatches of their own."""
-    logdir, take_steps = tmp_path / "run", script.take_steps
+def test_ranks_see_different_things_and_step_along_the_mean_of_their_gradients(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    """All have the same weights, moments and metrics at the end of a run, from environments, actions and minibatches
+    of their own. What Adam's mean takes in at the first step is the mean of the gradients of each."""
+    take_steps = script.take_steps
 
     def record() -> None:
-        seen: list[Any] = []
+        first: dict[str, torch.Tensor] = {}
 
         def recorded(agent: Any, args: Any, weights: torch.Tensor, adam: Any, some: Any) -> Any:
+            loss, metrics = script.ppo_loss(agent, args, type(some)(*(x[0] for x in some)))
+            own = torch.autograd.grad(loss, list(agent.parameters()))
             result = take_steps(agent, args, weights, adam, some)
-            seen[:] = [some.obs, some.actions, some.advantages], [weights, adam, result]
-            torch.save(seen, tmp_path / f"{script.RANK}.pt")
+            if not first:
+                first.update(gradient=torch.cat([x.flatten() for x in own]), applied=adam["mean"] / 0.1,
+                             entropy=metrics["entropy"], logged=result["entropy"][0])  # fmt: skip
+            seen = [some.obs, some.actions, some.advantages]
+            torch.save([first, seen, [weights, adam, result]], tmp_path / f"{script.RANK}.pt")
             return result
 
         script.take_steps = recorded  # type: ignore[attr-defined]
 
-    train_ranks(script, logdir, before=record)
-    (own, common), (other_own, other_common) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert_same(other_common, common)
-    assert any(not torch.equal(x, y) for x, y in zip(own, other_own, strict=True))
-    args = tiny_args(script, logdir)
-    assert columns(logdir)["global_step"] == [args.batch_size * i for i in (1, 2, 3)]
-
-
-def test_the_gradient_is_the_mean_of_the_ranks(script: ModuleType, tmp_path: Path) -> None:
-    """Of Adam's first step: what its mean has taken in, in all ranks, is the mean of the gradients of each."""
-
-    def record() -> None:
-        take_steps = script.take_steps
-
-        def recorded(agent: Any, args: Any, weights: torch.Tensor, adam: Any, some: Any) -> Any:
-            path = tmp_path / f"{script.RANK}.pt"
-            if not path.exists():
-                loss, metrics = script.ppo_loss(agent, args, type(some)(*(x[0] for x in some)))
-                gradient = torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(agent.parameters()))])
-                before = {name: x.clone() for name, x in adam.items()}, weights.clone()
-                result = take_steps(agent, args, weights, adam, type(some)(*(x[:1] for x in some)))
-                torch.save([gradient, adam["mean"] / 0.1, metrics["entropy"], result["entropy"][0]], path)
-                for name, x in before[0].items():
-                    adam[name].copy_(x)
-                weights.copy_(before[1])
-            return take_steps(agent, args, weights, adam, some)
-
-        script.take_steps = recorded  # type: ignore[attr-defined]
-
-    train_ranks(script, tmp_path / "run", before=record, max_grad_norm=None)
-    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    gradients, applied, entropies, logged = (torch.stack(x) for x in zip(*results, strict=True))
-    torch.testing.assert_close(applied[0], gradients.mean(0), rtol=1e-4, atol=1e-7)
+    one_call = {"num_minibatches": 1} | ({"minibatch_growth": 1} if hasattr(script.Args, "minibatch_growth") else {})
+    train_ranks(script, tmp_path / "run", before=record, max_grad_norm=None, **one_call)
+    firsts, seen, common = zip(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(2)), strict=True)
+    assert_same(*common)
+    assert any(not torch.equal(x, y) for x, y in zip(*seen, strict=True))
+    assert columns(tmp_path / "run")["global_step"] == [tiny_args(script, tmp_path).batch_size * i for i in (1, 2, 3)]
+    gradients, applied, entropies, logged = (torch.stack([x[name] for x in firsts]) for name in firsts[0])
+    torch.testing.assert_close(applied, gradients.mean(0).expand_as(applied), rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(applied[1], applied[0], rtol=0, atol=0)
     torch.testing.assert_close(logged, entropies.mean().expand(2))
     assert not torch.equal(gradients[0], gradients[1])
