@@ -26,28 +26,6 @@ TINY: dict[str, Any] = COMMON | {"env_id": "Reacher-v5", "num_envs": 4, "num_ste
                                 "total_timesteps": 512, "reset_steps": 10, "hidden_sizes": (8, 8)}  # fmt: skip
 
 
-class Ones(gym.Env[Any, Any]):
-    """A reward of 1 in each step; it observes a Dict of two vectors, or the first of them."""
-
-    action_space = gym.spaces.Box(-1.0, 1.0, (1,), np.float32)
-
-    def __init__(self, is_dict: bool = False) -> None:
-        box = gym.spaces.Box(-1.0, 1.0, (2,), np.float32)
-        self.observation_space = gym.spaces.Dict({"a": box, "b": box}) if is_dict else box
-
-    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
-        super().reset(seed=seed)
-        self.observation_space.seed(seed)
-        return self.observation_space.sample(), {}
-
-    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        return self.observation_space.sample(), 1.0, False, False, {}
-
-
-gym.register("Ones-v0", f"{__name__}:Ones", max_episode_steps=10)
-gym.register("DictOnes-v0", f"{__name__}:Ones", max_episode_steps=10, kwargs={"is_dict": True})
-
-
 def copy_with(recipe: str, folder: Path) -> ModuleType:
     """A copy of the script in `folder`, changed by docs/copies/{recipe}.diff, as a module."""
     shutil.copyfile(ROOT / "ppo_continuous_mujoco.py", folder / "copy.py")
@@ -131,17 +109,19 @@ def test_an_optimiser_of_torch_resumes_exactly(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_reward_wrapper_acts_in_training_and_in_evaluation(tmp_path: Path) -> None:
-    script = copy_with("reward_wrapper", tmp_path)
-    plain = load_script(ROOT / "ppo_continuous_mujoco.py")
-    for name, module, expected in (("plain", plain, 10.0), ("wrapped", script, 1.0)):
-        result, progress = train(module, tmp_path / name, env_id="Ones-v0", reset_steps=None)
-        assert progress["rollout/episodic_return"] == pytest.approx([expected] * 4)
-        assert result["mean_return"] == pytest.approx(expected)
-        assert module.play(module.PlayArgs(logdir=result["logdir"])) == pytest.approx([expected])
+    """In KnownValues-v0 each step earns 1, and a tenth of it with the wrapper."""
+    plain, wrapped = load_script(ROOT / "ppo_continuous_mujoco.py"), copy_with("reward_wrapper", tmp_path)
+    for script, worth in ((plain, 1.0), (wrapped, 0.1)):
+        result, progress = train(script, tmp_path / script.__name__, env_id="KnownValues-v0", reset_steps=5)
+        lengths = np.array(progress["rollout/episodic_length"])
+        np.testing.assert_allclose(progress["rollout/episodic_return"], worth * lengths)
+        assert result["mean_return"] == pytest.approx(worth * progress["eval/mean_length"][-1])
+        played = script.play(script.PlayArgs(logdir=result["logdir"], episodes=2, seed=10_000))
+        assert np.mean(played) == pytest.approx(result["mean_return"])
 
 
 @pytest.mark.parametrize(
-    ("recipe", "env_id", "inputs"), [("observation_wrapper", "Reacher-v5", 11), ("dict_observation", "DictOnes-v0", 4)]
+    ("recipe", "env_id", "inputs"), [("observation_wrapper", "Reacher-v5", 11), ("dict_observation", "Dict-v0", 3)]
 )
 def test_an_observation_wrapper_acts_in_training_and_in_evaluation(
     recipe: str, env_id: str, inputs: int, tmp_path: Path
