@@ -121,28 +121,17 @@ def load_script(path: Path) -> ModuleType:
     return _loaded[path]
 
 
-@pytest.fixture(scope="session")
-def script(request: pytest.FixtureRequest) -> ModuleType:
-    """Each script under test."""
-    return load_script(request.param)
+def script_fixture(name: str) -> Any:
+    """A fixture of this name: each of the scripts under test that SCRIPTS means by it."""
+
+    @pytest.fixture(scope="session", name=name)
+    def fixture(request: pytest.FixtureRequest) -> ModuleType:
+        return load_script(request.param)
+
+    return fixture
 
 
-@pytest.fixture(scope="session")
-def continuous(request: pytest.FixtureRequest) -> ModuleType:
-    """ppo_continuous_mujoco.py, or the copies of it named by --script."""
-    return load_script(request.param)
-
-
-@pytest.fixture(scope="session")
-def cage2(request: pytest.FixtureRequest) -> ModuleType:
-    """ppo_cage2_parallel.py, or the copies of it named by --script."""
-    return load_script(request.param)
-
-
-@pytest.fixture(scope="session")
-def mario(request: pytest.FixtureRequest) -> ModuleType:
-    """ppo_atari_mario.py, or the copies of it named by --script."""
-    return load_script(request.param)
+script, continuous, cage2, mario = map(script_fixture, SCRIPTS)
 
 
 def with_args(script: ModuleType, **values: Any) -> Any:

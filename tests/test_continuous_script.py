@@ -200,24 +200,21 @@ def test_batched_robots_and_those_in_processes_agree_bit_for_bit(
         assert result["mean_return"] == results[0]["mean_return"]
 
 
-@pytest.mark.parametrize(("env_id", "low", "high"), [("KnownValues-v0", 3, 15), ("Hopper-v5", 12, 18)])
-def test_a_wrapper_in_make_env_takes_effect_in_training_evaluation_and_play(
-    continuous: ModuleType, monkeypatch: pytest.MonkeyPatch, run_tiny: Run, env_id: str, low: float, high: float
+def test_a_wrapper_in_make_env_takes_effect_on_a_robot_in_training_evaluation_and_play(
+    continuous: ModuleType, monkeypatch: pytest.MonkeyPatch, run_tiny: Run
 ) -> None:
-    """A reward tripled is tripled in what is logged, evaluated and played. Of up to 5 steps each is worth 1, or about
-    1. (Wrappers of observations are recipes of docs/copying.md: test_copying.py.)"""
+    """A reward tripled is tripled in what is logged, evaluated and played: of 5 steps each is worth about 1. (Other
+    wrappers are recipes of docs/copying.md: test_copying.py.)"""
     make_env = continuous.make_env
     monkeypatch.setattr(
         continuous, "make_env", lambda *args: gym.wrappers.TransformReward(make_env(*args), lambda reward: 3 * reward)
     )
-    logdir = run_tiny(env_id=env_id, reset_steps=5)["logdir"]
+    logdir = run_tiny(env_id="Hopper-v5", reset_steps=5)["logdir"]
     progress = columns(logdir)
-    returns = [*progress["rollout/episodic_return"], progress["eval/mean_return"][-1]]
-    lengths = [*progress["rollout/episodic_length"], progress["eval/mean_length"][-1]]
-    assert all(low < x < high for x in returns)
-    np.testing.assert_allclose(returns, 3 * np.array(lengths), rtol=0.2 if env_id == "Hopper-v5" else 1e-6)
+    evaluated = progress["eval/mean_return"][-1]
+    assert all(12 < x < 18 for x in [*progress["rollout/episodic_return"], evaluated])
     played = continuous.play(continuous.PlayArgs(logdir=logdir, episodes=2, seed=10_000))
-    assert np.mean(played) == pytest.approx(progress["eval/mean_return"][-1])
+    assert np.mean(played) == pytest.approx(evaluated)
 
 
 def test_an_environment_that_cannot_be_saved_can_be_trained_and_resumed(run_tiny: Run) -> None:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,32 +22,27 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conftest import ROOT, assert_same, columns, fork, rows, tiny_args, wait
+from tests.conftest import ROOT, TARGET_RUN, assert_same, columns, fork, rows, tiny_args, tiny_flags, wait
 from tests.test_subproc_faults import is_alive
 
 
-def run_ranks(script: ModuleType, size: int, work: Callable[[], int | None], output: Path) -> list[int]:
-    """Run `work` in `size` processes that find each other; returns their exit codes."""
+def run_ranks(script: ModuleType, work: Callable[[], int | None], output: Path) -> list[int]:
+    """Run `work` in two processes that find each other; returns their exit codes."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    pids = []
-    for rank in range(size):
 
-        def ranked_work(rank: int = rank) -> int | None:
-            os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-            script.RANK, script.WORLD_SIZE = rank, size  # which the script read when it was imported
-            torch.set_num_threads(1)
-            return work()
+    def ranked_work(rank: int) -> int | None:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        script.RANK, script.WORLD_SIZE = rank, 2  # type: ignore[attr-defined]  # which the script read when imported
+        torch.set_num_threads(1)
+        return work()
 
-        pids.append(fork(ranked_work, output))
-    return [wait(pid) for pid in pids]
+    return [wait(pid) for pid in [fork(partial(ranked_work, rank), output) for rank in range(2)]]
 
 
-def train_ranks(
-    script: ModuleType, logdir: Path, size: int = 2, before: Callable[[], Any] = int, **values: Any
-) -> None:
+def train_ranks(script: ModuleType, logdir: Path, before: Callable[[], Any] = int, **values: Any) -> None:
     """Train with two ranks; raises AssertionError if one of them fails."""
     output = logdir.parent / "output.txt"
 
@@ -54,58 +50,40 @@ def train_ranks(
         before()
         script.train(tiny_args(script, logdir, **values))
 
-    assert run_ranks(script, 2, work, output) == [0, 0], output.read_text()[-3000:]
+    assert run_ranks(script, work, output) == [0, 0], output.read_text()[-3000:]
 
 
-def test_ranks_stay_in_step_and_see_different_things(script: ModuleType, tmp_path: Path) -> None:
-    """After two updates all have the same weights, moments and statistics of observations, from environments, actions
-    and minibatches of their own."""
-    logdir, take_steps = tmp_path / "run", script.take_steps
+def test_ranks_see_different_things_and_step_along_the_mean_of_their_gradients(
+    script: ModuleType, tmp_path: Path
+) -> None:
+    """All have the same weights, moments and metrics at the end of a run, from environments, actions and minibatches
+    of their own. What Adam's mean takes in at the first step is the mean of the gradients of each."""
+    take_steps = script.take_steps
 
     def record() -> None:
-        seen: list[Any] = []
+        first: dict[str, torch.Tensor] = {}
 
         def recorded(agent: Any, args: Any, weights: torch.Tensor, adam: Any, some: Any) -> Any:
+            loss, metrics = script.ppo_loss(agent, args, type(some)(*(x[0] for x in some)))
+            own = torch.autograd.grad(loss, list(agent.parameters()))
             result = take_steps(agent, args, weights, adam, some)
-            seen[:] = [some.obs, some.actions, some.advantages], [weights, adam, result]
-            torch.save(seen, tmp_path / f"{script.RANK}.pt")
+            if not first:
+                first.update(gradient=torch.cat([x.flatten() for x in own]), applied=adam["mean"] / 0.1,
+                             entropy=metrics["entropy"], logged=result["entropy"][0])  # fmt: skip
+            seen = [some.obs, some.actions, some.advantages]
+            torch.save([first, seen, [weights, adam, result]], tmp_path / f"{script.RANK}.pt")
             return result
 
         script.take_steps = recorded  # type: ignore[attr-defined]
 
-    train_ranks(script, logdir, before=record)
-    (own, common), (other_own, other_common) = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
-    assert_same(other_common, common)
-    assert any(not torch.equal(x, y) for x, y in zip(own, other_own, strict=True))
-    args = tiny_args(script, logdir)
-    assert columns(logdir)["global_step"] == [args.batch_size * i for i in (1, 2, 3)]
-
-
-def test_the_gradient_is_the_mean_of_the_ranks(script: ModuleType, tmp_path: Path) -> None:
-    """Of Adam's first step: what its mean has taken in, in all ranks, is the mean of the gradients of each."""
-
-    def record() -> None:
-        take_steps = script.take_steps
-
-        def recorded(agent: Any, args: Any, weights: torch.Tensor, adam: Any, some: Any) -> Any:
-            path = tmp_path / f"{script.RANK}.pt"
-            if not path.exists():
-                loss, metrics = script.ppo_loss(agent, args, type(some)(*(x[0] for x in some)))
-                gradient = torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(agent.parameters()))])
-                before = {name: x.clone() for name, x in adam.items()}, weights.clone()
-                result = take_steps(agent, args, weights, adam, type(some)(*(x[:1] for x in some)))
-                torch.save([gradient, adam["mean"] / 0.1, metrics["entropy"], result["entropy"][0]], path)
-                for name, x in before[0].items():
-                    adam[name].copy_(x)
-                weights.copy_(before[1])
-            return take_steps(agent, args, weights, adam, some)
-
-        script.take_steps = recorded  # type: ignore[attr-defined]
-
-    train_ranks(script, tmp_path / "run", before=record, max_grad_norm=None)
-    results = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
-    gradients, applied, entropies, logged = (torch.stack(x) for x in zip(*results, strict=True))
-    torch.testing.assert_close(applied[0], gradients.mean(0), rtol=1e-4, atol=1e-7)
+    one_call = {"num_minibatches": 1} | ({"minibatch_growth": 1} if hasattr(script.Args, "minibatch_growth") else {})
+    train_ranks(script, tmp_path / "run", before=record, max_grad_norm=None, **one_call)
+    firsts, seen, common = zip(*(torch.load(tmp_path / f"{rank}.pt") for rank in range(2)), strict=True)
+    assert_same(*common)
+    assert any(not torch.equal(x, y) for x, y in zip(*seen, strict=True))
+    assert columns(tmp_path / "run")["global_step"] == [tiny_args(script, tmp_path).batch_size * i for i in (1, 2, 3)]
+    gradients, applied, entropies, logged = (torch.stack([x[name] for x in firsts]) for name in firsts[0])
+    torch.testing.assert_close(applied, gradients.mean(0).expand_as(applied), rtol=1e-4, atol=1e-7)
     torch.testing.assert_close(applied[1], applied[0], rtol=0, atol=0)
     torch.testing.assert_close(logged, entropies.mean().expand(2))
     assert not torch.equal(gradients[0], gradients[1])
@@ -122,13 +100,14 @@ def test_a_run_of_two_ranks_can_be_resumed_by_two_and_by_one(continuous: ModuleT
     assert continuous.train(args)["global_step"] == 448
 
 
-DECIDED: list[dict[str, Any]] = [
-    {"env_id": "Target-v0", "target_kl": 0.02, "learning_rate": 0.03, "update_epochs": 8},
-    {"average_reward_rate": 0.1, "norm_reward": False},
-]
-
-
-@pytest.mark.parametrize("values", DECIDED, ids=["target_kl", "average_reward_rate"])
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"env_id": "Target-v0", "target_kl": 0.02, "learning_rate": 0.03, "update_epochs": 8},
+        {"average_reward_rate": 0.1, "norm_reward": False},
+    ],
+    ids=["target_kl", "average_reward_rate"],
+)
 def test_what_is_decided_by_all_ranks_is_decided_alike(
     continuous: ModuleType, tmp_path: Path, values: dict[str, Any]
 ) -> None:
@@ -140,10 +119,7 @@ def test_what_is_decided_by_all_ranks_is_decided_alike(
 
 def test_two_ranks_learn_as_well_as_one_process(continuous: ModuleType, tmp_path: Path) -> None:
     """Target-v0: the best return is 0, doing nothing earns -0.083."""
-    values = {"env_id": "Target-v0", "num_envs": 16, "num_steps": 32, "num_minibatches": 8, "update_epochs": 10,
-              "total_timesteps": 12_288, "learning_rate": 3e-3, "eval_episodes": 100, "reset_steps": None,
-              "hidden_sizes": (16,)}  # fmt: skip
-    train_ranks(continuous, tmp_path / "run", **values)
+    train_ranks(continuous, tmp_path / "run", **TARGET_RUN)
     assert columns(tmp_path / "run")["eval/mean_return"][-1] > -0.01
 
 
@@ -153,22 +129,24 @@ def test_what_cannot_be_shared_is_refused(script: ModuleType, monkeypatch: pytes
         tiny_args(script, Path("unused"))
 
 
-def test_a_mistake_ends_all_ranks(continuous: ModuleType, tmp_path: Path) -> None:
-    """Also one that only rank 0 can find: a folder that holds a run."""
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        ({}, "^error: .* already holds a run"),  # which only rank 0 can find
+        # rank 1 has environments 2 and 3; the seed of environment 2 is the one that poisons
+        ({"env_id": "Poison-reward-nan-v0", "reset_steps": 100}, "The reward of environment"),
+    ],
+    ids=["a mistake", "a number that is not finite"],
+)
+def test_a_fault_of_one_rank_ends_all(
+    continuous: ModuleType, tmp_path: Path, values: dict[str, Any], sentence: str
+) -> None:
     output = tmp_path / "output.txt"
-    continuous.train(tiny_args(continuous, tmp_path / "run"))
-    flags = "--configs debug --env-id Hopper-v5 --logdir"
-    codes = run_ranks(continuous, 2, lambda: continuous.main([*flags.split(), str(tmp_path / "run")]), output)
-    assert 0 not in codes
-    assert len(re.findall("^error: .* already holds a run", output.read_text(), re.M)) >= 1
-
-
-def test_a_number_that_is_not_finite_ends_all_ranks(continuous: ModuleType, tmp_path: Path) -> None:
-    """Rank 1 has environments 2 and 3; the seed of environment 2 is the one that poisons."""
-    output, argv = tmp_path / "output.txt", "--env-id Poison-reward-nan-v0 --reset-steps 100 --configs debug --logdir"
-    codes = run_ranks(continuous, 2, lambda: continuous.main([*argv.split(), str(tmp_path / "run")]), output)
-    assert 0 not in codes
-    assert "The reward of environment" in output.read_text()
+    if not values:
+        continuous.train(tiny_args(continuous, tmp_path / "run"))
+    flags = tiny_flags(continuous, tmp_path / "run", **values)
+    assert 0 not in run_ranks(continuous, lambda: continuous.main(flags), output)
+    assert re.search(sentence, output.read_text(), re.MULTILINE)
 
 
 # ---- torchrun -------------------------------------------------------------------------------------------------------
@@ -176,8 +154,7 @@ def test_a_number_that_is_not_finite_ends_all_ranks(continuous: ModuleType, tmp_
 
 def torchrun(script: ModuleType, logdir: Path, *flags: str) -> subprocess.Popen[str]:
     argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script.__file__)]
-    argv += ["--configs", "debug", "--env-id", "TwoQueue-v0", "--eval-every", "0", "--save-every", "256",
-             "--num-workers", "1", "--logdir", str(logdir), *flags]  # fmt: skip
+    argv += [*tiny_flags(script, logdir, total_timesteps=10_000_000, save_every=256), *flags]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(argv, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
@@ -212,10 +189,10 @@ def survivors(pids: list[int], seconds: float = 5) -> list[int]:
 
 @pytest.mark.timeout(240)
 def test_a_rank_that_dies_stops_all_and_sigterm_saves_and_ends_all(continuous: ModuleType, tmp_path: Path) -> None:
-    logdir, flags = tmp_path / "run", ("--total-timesteps", "10000000")
-    process = torchrun(continuous, logdir, *flags)
+    logdir = tmp_path / "run"
+    process = torchrun(continuous, logdir)
     wait_for_updates(process, logdir, 3)
-    ranks = [pid for pid in children(process.pid) if "--configs" in Path(f"/proc/{pid}/cmdline").read_text()]
+    ranks = [pid for pid in children(process.pid) if "--logdir" in Path(f"/proc/{pid}/cmdline").read_text()]
     members = family(process.pid)
     assert len(ranks) == 2
     assert len(members) >= 4  # and their workers
@@ -227,7 +204,7 @@ def test_a_rank_that_dies_stops_all_and_sigterm_saves_and_ends_all(continuous: M
     assert "SIGKILL" in output, output
     assert survivors(members) == []
     updates = rows(logdir) + 3
-    process = torchrun(continuous, logdir, *flags, "--resume", "--save-every", "0")
+    process = torchrun(continuous, logdir, "--resume", "--save-every", "0")
     wait_for_updates(process, logdir, updates)
     members = family(process.pid)
     process.send_signal(signal.SIGTERM)

@@ -432,6 +432,14 @@ def lively(script: ModuleType, space: type) -> tuple[Sample, Any, torch.Tensor]:
         return sample, policy, torch.stack([one.sample()[0] for _ in range(20_000)])
 
 
+ENTROPIES = {  # of seven actions, nats
+    1.051: [0.05, 0.70, 0.15, 0.03, 0.03, 0.02, 0.02],
+    1.939: [0.15, 0.17, 0.14, 0.13, 0.16, 0.12, 0.13],  # a guide prints 1.95, more than ln 7 allows
+    0.635: [0.02, 0.85, 0.08, 0.02, 0.01, 0.01, 0.01],  # a guide prints 0.60
+    1.946: [1 / 7] * 7,  # ln 7: the most that seven actions can have
+}
+
+
 def test_a_categorical_policy_is_that_of_its_probabilities(script: ModuleType) -> None:
     sample, policy, many = lively(script, Discrete)
     n = int(SPACES[domain(script)][1].n)  # type: ignore[union-attr]
@@ -441,6 +449,9 @@ def test_a_categorical_policy_is_that_of_its_probabilities(script: ModuleType) -
     torch.testing.assert_close(policy.log_prob(sample.actions), log_probs[torch.arange(16), sample.actions])
     torch.testing.assert_close(policy.entropy(), -(probs * log_probs).sum(1))
     assert torch.equal(policy.mode, probs.argmax(1))
+    for entropy, seven in ENTROPIES.items():
+        computed = type(policy)(logits=torch.tensor([seven]).log()).entropy()
+        torch.testing.assert_close(computed, torch.tensor([entropy]), rtol=0, atol=0.0006)
     torch.testing.assert_close(many.bincount(minlength=n) / len(many), probs[0], rtol=0, atol=0.02)
 
 
