@@ -481,7 +481,7 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         gamma = args.gamma
         if args.average_reward_rate is not None:  # differential values: delta = r - rho + V(s') - V(s), without gamma
             share = args.average_reward_rate if run.rollouts > 0 else 1.0
-            run.average_reward += share * (float(add_up(rewards.mean())) / WORLD_SIZE - run.average_reward)
+            run.average_reward += share * (float(add_up(float(rewards.mean()))) / WORLD_SIZE - run.average_reward)
             rewards, gamma = rewards - run.average_reward, 1.0
             # A fall does not end the task, which goes on from the reset: only here are next_values those of a reset
             # state. An episode that falls in the very step of its time limit counts as fallen.
