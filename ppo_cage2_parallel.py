@@ -513,6 +513,8 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             next_obs = checkpoint["obs"]
     logdir, log, writer = open_run(args, checkpoint, vec_env)
 
+    nothing = np.full((args.max_steps, 1), math.nan), math.nan, np.zeros((0, len(VERDICTS)))
+    no_evaluation = summarize(args, dict.fromkeys(args.red_agents, nothing))  # the columns of updates without one
     stopping = False
     while run.global_step < all_steps and not stopping and not run.compliant:
         started = time.perf_counter()
@@ -585,8 +587,7 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         threshold, is_best, complies = args.compliance_threshold, False, False
         if threshold is not None:  # of the episodes in training, whose actions are sampled
             complies = is_compliant(vec_env.recent, vec_env.episodes, threshold, args.min_episodes)
-        nothing = np.full((args.max_steps, 1), math.nan), math.nan, np.zeros((0, len(VERDICTS)))
-        evaluation = summarize(args, dict.fromkeys(args.red_agents, nothing))
+        evaluation = no_evaluation
         if RANK == 0 and (evaluating or complies):
             evaluation = score(agent, args, args.eval_episodes)
             run.score, mean_return = evaluation["score"], evaluation["mean_return"]
