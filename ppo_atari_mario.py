@@ -32,7 +32,6 @@ from typing import Any, Literal, NamedTuple
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.distributed as dist
 import tyro
 from gymnasium.vector import VectorEnv
 from torch import Tensor, nn
@@ -41,16 +40,12 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._pytree import tree_map
 from torch.utils.tensorboard import SummaryWriter
 
+from envs import RecordGif, WorkerError, vectorize
 from envs.atari import AtariError, AtariGame
 from envs.mario import MarioEnv
 from envs.nes_core import resolve_backend
-from envs.record_gif import RecordGif
-from envs.subproc_vec_env import WorkerError
-from envs.vectorize import vectorize
 
 SCRIPT, FORMAT = Path(__file__).stem, "ppo_atari_mario/3"  # FORMAT: what a checkpoint holds; copies keep it
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # processes; torchrun sets these
-RANK, LOCAL_RANK = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
 
 
 class UsageError(ValueError):
@@ -86,7 +81,7 @@ class RunArgs:
 
 @dataclass
 class EnvironmentArgs:
-    num_envs: int = 32  # parallel environments N, of all processes together
+    num_envs: int = 32  # parallel environments N
     num_workers: int | None = None  # processes that step them; default: the CPU cores
     step_timeout: float = 300.0  # seconds after which a worker that has not finished its step counts as hung
     on_worker_failure: Literal["raise", "restart"] = "raise"  # a lost worker ends the run, or is replaced
@@ -162,11 +157,11 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         self.batch_size = self.num_envs * self.num_steps
         self.num_updates = self.total_timesteps // self.batch_size
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
-        shares = self.num_minibatches * WORLD_SIZE
+        split = self.batch_size % self.num_minibatches == 0
+        large = self.batch_size > self.num_minibatches or self.norm_adv != "minibatch"
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
-        require(self.num_envs % WORLD_SIZE == 0, f"{WORLD_SIZE} processes cannot share {batch} evenly.")
-        require(self.batch_size % shares == 0, f"--num-minibatches {self.num_minibatches} does not divide {batch}.")
-        require(self.norm_adv != "minibatch" or self.batch_size > shares, "A minibatch of 1 needs --norm-adv none.")
+        require(split, f"--num-minibatches {self.num_minibatches} does not divide {batch}.")
+        require(large, "Minibatches of one transition need --norm-adv none.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         require(self.device == "cpu" or torch.cuda.is_available(), f"--device {self.device} is not available here.")
         growth = f"--minibatch-growth {self.minibatch_growth} does not divide --num-minibatches {self.num_minibatches}."
@@ -331,11 +326,6 @@ def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches
     for minibatch in zip(*minibatches, strict=True):
         loss, metrics = ppo_loss(agent, args, Batch(*minibatch))
         gradient = torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(agent.parameters()))])
-        if WORLD_SIZE > 1:  # the mean over all processes, of gradient and metrics in one message
-            message = torch.cat([gradient, torch.stack(list(metrics.values()))])
-            dist.all_reduce(message)
-            gradient, means = (message / WORLD_SIZE).split([len(gradient), len(metrics)])
-            metrics = dict(zip(metrics, means, strict=True))
         metrics["grad_norm"] = torch.linalg.vector_norm(gradient)
         if args.max_grad_norm is not None:  # detail 11
             gradient = gradient * (args.max_grad_norm / metrics["grad_norm"]).clamp(max=1.0)
@@ -413,14 +403,6 @@ def crossed(step: int, advance: int, every: int) -> bool:
     return every > 0 and step // every > (step - advance) // every
 
 
-def add_up(x: Any) -> np.ndarray:
-    """The sum of an array over the processes of torchrun."""
-    total = torch.tensor(x, dtype=torch.float64)
-    if WORLD_SIZE > 1:
-        dist.all_reduce(total)
-    return total.numpy()
-
-
 def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
 
@@ -431,11 +413,8 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         ctypes.CDLL(None).mallopt(-4, 0), ctypes.CDLL(None).mallopt(-1, 2**30)  # M_MMAP_MAX, M_TRIM_THRESHOLD
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
-    device = torch.device(f"cuda:{LOCAL_RANK}" if args.device == "cuda" else args.device)
-    if WORLD_SIZE > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo")
-    num_envs, num_steps, all_steps = args.num_envs // WORLD_SIZE, args.num_steps, args.num_updates * args.batch_size
-    vec_env = make_envs(args, num_envs)
+    device = torch.device(args.device)
+    vec_env = make_envs(args, args.num_envs)
     agent = Agent(vec_env, args).to(device)
     if args.init_from is not None and not args.resume:
         load_policy(load(Path(args.init_from)), agent)
@@ -453,24 +432,23 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     loss_args.ent_coef = torch.zeros((), device=device)  # a tensor, since compiled code knows numbers as constants
 
     run = SimpleNamespace(  # where the run stands
-        global_step=0, train_steps=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
+        global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
         training_return=math.nan, training_success=math.nan, mean_return=math.nan, best_return=-math.inf,
     )  # fmt: skip
-    first_seed = args.seed + RANK * num_envs
-    torch.manual_seed(first_seed)  # weights are equal in all processes; actions and shuffles are not
-    next_obs, _ = vec_env.reset(seed=first_seed)
+    torch.manual_seed(args.seed)  # so that actions do not depend on how many weights were drawn
+    next_obs, _ = vec_env.reset(seed=args.seed)
     checkpoint = load(Path(str(args.logdir), "latest.pt")) if args.resume else None
     if checkpoint is not None:
         load_policy(checkpoint, agent)
         vars(run).update(checkpoint["run"])
         adam = {name: x.to(device) for name, x in checkpoint["adam"].items()}
         state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
-        if RANK == 0 and vec_env.set_state(state):  # other processes, and environments that cannot be saved, begin anew
+        if vec_env.set_state(state):  # environments that cannot be saved begin anew
             torch.set_rng_state(checkpoint["generator"])
             next_obs = checkpoint["obs"]
     logdir, log, writer = open_run(args, checkpoint, vec_env)
 
-    stopping = False
+    all_steps, stopping = args.num_updates * args.batch_size, False
     while run.global_step < all_steps and not stopping:
         started = time.perf_counter()
         progress = run.global_step / all_steps
@@ -483,7 +461,7 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         rows: list[tuple[Tensor, ...]] = []  # of each step, in the order below
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
         ended: list[tuple[float, int, float]] = []  # (return, length, flag reached) of each episode that ended
-        for t in range(num_steps):
+        for t in range(args.num_steps):
             # channels last, as convolutions want them, so that not each epoch has to turn them around
             obs = torch.as_tensor(next_obs, device=device).contiguous(memory_format=torch.channels_last)
             with torch.no_grad():
@@ -541,7 +519,6 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         if not math.isfinite(metrics["grad_norm"]):
             raise FloatingPointError(f"A gradient is not finite after step {run.global_step:,}: lower --learning-rate.")
         run.rollouts += 1
-        run.train_steps += num_steps
         run.global_step += args.batch_size
         seconds = time.perf_counter() - started
         run.seconds += seconds
@@ -550,7 +527,7 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         evaluating = run.global_step >= all_steps or crossed(run.global_step, args.batch_size, args.eval_every)
         scores: dict[str, tuple[float, ...]] = {}
         is_best = False
-        if RANK == 0 and evaluating:
+        if evaluating:
             eval_envs = make_envs(args, args.eval_episodes)
             for kind in ("eval", "eval_sampled"):
                 totals, lengths, infos = evaluate(agent, eval_envs, deterministic=kind == "eval")
@@ -562,44 +539,43 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             run.best_return = max(run.best_return, run.mean_return)
 
         # --- log ------------------------------------------------------------------------------------------------------
-        stopping = bool(add_up(len(signals)) > 0)  # in all processes, if one received a signal
         mean_return, mean_length, success_rate = np.mean(ended, axis=0).tolist() if ended else [math.nan] * 3
         if ended:
             run.training_return, run.training_success = mean_return, success_rate
         run.resets += len(ended)
-        if RANK == 0:
-            record = {f"train/{name}": value for name, value in metrics.items()} | {
-                "train/explained_variance": explained_variance(batch.values, batch.returns),
-                "train/value_abs_error": float((batch.values - batch.returns).abs().mean()),
-                "train/learning_rate": float(adam["learning_rate"]),
-                "train/ent_coef": float(loss_args.ent_coef),
-                "rollout/episodic_return": mean_return,
-                "rollout/episodic_length": mean_length,
-                "rollout/success_rate": success_rate,  # of Mario's episodes, those that reached the flag
-                "rollout/mean_reward": raw_rewards.mean().item(),
-                "time/sps": args.batch_size / seconds,
-            }
-            counters = ("train_steps", "rollouts", "resets", "epochs", "minibatch_updates")
-            record |= {f"counters/{name}": vars(run)[name] for name in counters}
-            for kind in ("eval", "eval_sampled"):
-                names = (f"{kind}/{name}" for name in ("mean_return", "std_return", "mean_length", "success_rate"))
-                record |= zip(names, scores.get(kind, [math.nan] * 4), strict=True)
-            for name, value in record.items():
-                if math.isfinite(value):
-                    writer.add_scalar(name, value, run.global_step)
-            if run.rollouts == 1:
-                print("global_step", *record, sep=",", file=log)
-            print(run.global_step, *record.values(), sep=",", file=log, flush=True)
-            run.csv_size = log.tell()
-            minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
-            line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
-            line += f"flag {run.training_success:.0%}, evaluation {run.mean_return:.2f}, {minutes:.1f} min left"
-            is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
-            print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
+        record = {f"train/{name}": value for name, value in metrics.items()} | {
+            "train/explained_variance": explained_variance(batch.values, batch.returns),
+            "train/value_abs_error": float((batch.values - batch.returns).abs().mean()),
+            "train/learning_rate": float(adam["learning_rate"]),
+            "train/ent_coef": float(loss_args.ent_coef),
+            "rollout/episodic_return": mean_return,
+            "rollout/episodic_length": mean_length,
+            "rollout/success_rate": success_rate,  # of Mario's episodes, those that reached the flag
+            "rollout/mean_reward": raw_rewards.mean().item(),
+            "time/sps": args.batch_size / seconds,
+            "counters/train_steps": run.rollouts * args.num_steps,
+        }
+        record |= {f"counters/{x}": vars(run)[x] for x in ("rollouts", "resets", "epochs", "minibatch_updates")}
+        for kind in ("eval", "eval_sampled"):
+            names = (f"{kind}/{name}" for name in ("mean_return", "std_return", "mean_length", "success_rate"))
+            record |= zip(names, scores.get(kind, [math.nan] * 4), strict=True)
+        for name, value in record.items():
+            if math.isfinite(value):
+                writer.add_scalar(name, value, run.global_step)
+        if run.rollouts == 1:
+            print("global_step", *record, sep=",", file=log)
+        print(run.global_step, *record.values(), sep=",", file=log, flush=True)
+        run.csv_size = log.tell()
+        minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
+        line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
+        line += f"flag {run.training_success:.0%}, evaluation {run.mean_return:.2f}, {minutes:.1f} min left"
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
+        print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
 
         # --- save -----------------------------------------------------------------------------------------------------
-        saving = crossed(run.global_step, args.batch_size, args.save_every)
-        if RANK == 0 and (saving or evaluating or stopping or run.rollouts == 1):
+        stopping = bool(signals)
+        saving = crossed(run.global_step, args.batch_size, args.save_every) or run.rollouts == 1
+        if saving or evaluating or stopping:
             state = {"format": FORMAT, "args": asdict(args) | {"resume": False}, "run": vars(run), "adam": adam,
                      "agent": agent.state_dict(), "envs": vec_env.get_state(), "obs": next_obs,
                      "generator": torch.get_rng_state()}  # fmt: skip
@@ -610,30 +586,26 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             save(logdir / "latest.pt", state)
 
     vec_env.close()
-    if RANK == 0:
-        writer.close()
-        log.close()
-        print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged best.json costs no more than this line
-            runs = [json.loads(path.read_text()) for path in logdir.parent.glob("*/best.json")]
-            scores = {x["logdir"]: x["score"] for x in runs if x["problem"] == args.env_id}
-            best_run = max(scores, key=scores.__getitem__)
-            print(f"best of {len(scores)} runs of {args.env_id}: {scores[best_run]:.2f}, {best_run}")
-        if stopping:
-            print(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
+    writer.close()
+    log.close()
+    print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged best.json costs no more than this line
+        runs = [json.loads(path.read_text()) for path in logdir.parent.glob("*/best.json")]
+        scores = {x["logdir"]: x["score"] for x in runs if x["problem"] == args.env_id}
+        best_run = max(scores, key=scores.__getitem__)
+        print(f"best of {len(scores)} runs of {args.env_id}: {scores[best_run]:.2f}, {best_run}")
+    if stopping:
+        print(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
     return {"logdir": str(logdir), **vars(run)}
 
 
 # ---- Run folder and checkpoints --------------------------------------------------------------------------------------
-def open_run(args: Args, checkpoint: dict[str, Any] | None, vec_env: Any) -> tuple[Path, Any, Any]:
+def open_run(args: Args, checkpoint: dict[str, Any] | None, vec_env: Any) -> tuple[Path, Any, SummaryWriter]:
     """Create the run folder, or take the logs of a run back to its checkpoint. Returns the folder, progress.csv, which
-    is locked against other runs, and TensorBoard's writer. Of torchrun's processes, the first does all this."""
-    if RANK > 0:
-        return Path(), None, None
+    is locked against other runs, and TensorBoard's writer."""
     task = args.env_id.replace("/", "_").replace(":", "_")
     name = f"{task}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    same_second = len(list(Path("runs").glob(f"{name}*")))
-    logdir = Path(args.logdir or f"runs/{name}" + same_second * f"_{same_second}")
+    logdir = Path(args.logdir or f"runs/{name}")
     logdir.mkdir(parents=True, exist_ok=True)
     log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
     try:
@@ -661,27 +633,6 @@ def open_run(args: Args, checkpoint: dict[str, Any] | None, vec_env: Any) -> tup
 
         wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
     return logdir, log, SummaryWriter(str(logdir), purge_step=saved["run"]["global_step"] + 1)
-
-
-def open_logs(args: Args, logdir: Path, log: Any, run: Any) -> SummaryWriter:
-    """Write config.json, print the sizes of the run, begin its TensorBoard log, and W&B's with --track. What the logs
-    of a resumed run hold from after its checkpoint is forgotten."""
-    commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
-    versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
-    config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
-    (logdir / "config.json").write_text(json.dumps(config, indent=1))
-    print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
-          f"epochs x {args.num_minibatches} minibatches, seed {args.seed}: {logdir}")  # fmt: skip
-    if args.compile:
-        print("The first update compiles the gradient steps, which takes 10 to 30 s.", flush=True)
-    if args.track is not None:
-        import wandb
-
-        *entity, project = args.track.split("/")
-        wandb.init(project=project, entity="".join(entity) or None, name=logdir.name, id=logdir.name, resume="allow",
-                   config=asdict(args), sync_tensorboard=True)  # fmt: skip
-    log.truncate(run.csv_size)
-    return SummaryWriter(str(logdir), purge_step=run.global_step + 1)
 
 
 def save(path: Path, state: dict[str, Any]) -> None:

@@ -32,7 +32,6 @@ from typing import Any, Literal, NamedTuple
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.distributed as dist
 import tyro
 from gymnasium.vector import VectorEnv
 from torch import Tensor, nn
@@ -40,17 +39,14 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._pytree import tree_map
 from torch.utils.tensorboard import SummaryWriter
 
+from envs import RecordGif, WorkerError, vectorize
 from envs.cage2 import Cage2Env
 from envs.cage2.memory import REDUCED_HOSTS, WORKFLOW_HOSTS, Memory
+from envs.cage2.scores import summarize
 from envs.cage2.search import next_order
 from envs.cage2.workflow import ORDERS, UNIT_TYPES, VERDICTS, WorkflowEnv, fix_metrics, is_compliant, parse_workflow
-from envs.record_gif import RecordGif
-from envs.subproc_vec_env import WorkerError
-from envs.vectorize import vectorize
 
 SCRIPT, FORMAT = Path(__file__).stem, "ppo_cage2_parallel/3"  # FORMAT: what a checkpoint holds; copies keep it
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # processes; torchrun sets these
-RANK, LOCAL_RANK = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
 
 
 class UsageError(ValueError):
@@ -83,7 +79,7 @@ class RunArgs:
 
 @dataclass
 class EnvironmentArgs:
-    num_envs: int = 256  # parallel environments N, of all processes together
+    num_envs: int = 256  # parallel environments N
     num_workers: int | None = None  # processes that step them, where make_env wraps the game; default: the CPU cores
     step_timeout: float = 300.0  # seconds after which a worker that has not finished its step counts as hung
     on_worker_failure: Literal["raise", "restart"] = "raise"  # a lost worker ends the run, or is replaced
@@ -125,7 +121,6 @@ class PPOArgs:
 
 
 RED_MIXTURE = {"b_line": 0.5, "meander": 0.45, "sleep": 0.05}  # of --red-agent mixed, for each episode
-HORIZONS = (30, 50, 100)  # the episode lengths of the published scores
 RANGES = {  # lowest and highest values; None passes
     "num_envs num_workers max_steps eval_episodes num_steps num_minibatches update_epochs hidden_sizes": (1, 1e6),
     "total_timesteps shared_timesteps": (1, 1e15),
@@ -159,11 +154,11 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         self.batch_size = self.num_envs * self.num_steps
         self.num_updates = self.total_timesteps // self.batch_size
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
-        shares = self.num_minibatches * WORLD_SIZE
+        split = self.batch_size % self.num_minibatches == 0
+        large = self.batch_size > self.num_minibatches or self.norm_adv != "minibatch"
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
-        require(self.num_envs % WORLD_SIZE == 0, f"{WORLD_SIZE} processes cannot share {batch} evenly.")
-        require(self.batch_size % shares == 0, f"--num-minibatches {self.num_minibatches} does not divide {batch}.")
-        require(self.norm_adv != "minibatch" or self.batch_size > shares, "A minibatch of 1 needs --norm-adv none.")
+        require(split, f"--num-minibatches {self.num_minibatches} does not divide {batch}.")
+        require(large, "Minibatches of one transition need --norm-adv none.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         require(self.device == "cpu" or torch.cuda.is_available(), f"--device {self.device} is not available here.")
         self.red_agents: list[Any] = [name for name in RED_MIXTURE if self.red_agent in (name, "mixed")]
@@ -340,11 +335,6 @@ def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches
     for minibatch in zip(*minibatches, strict=True):
         loss, metrics = ppo_loss(agent, args, Batch(*minibatch))
         gradient = torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(agent.parameters()))])
-        if WORLD_SIZE > 1:  # the mean over all processes, of gradient and metrics in one message
-            message = torch.cat([gradient, torch.stack(list(metrics.values()))])
-            dist.all_reduce(message)
-            gradient, means = (message / WORLD_SIZE).split([len(gradient), len(metrics)])
-            metrics = dict(zip(metrics, means, strict=True))
         metrics["grad_norm"] = torch.linalg.vector_norm(gradient)
         if args.max_grad_norm is not None:  # detail 11
             gradient = gradient * (args.max_grad_norm / metrics["grad_norm"]).clamp(max=1.0)
@@ -411,59 +401,21 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
     return np.stack(rows), lengths, fixes
 
 
-def summarize(args: Args, episodes: dict[str, Any]) -> dict[str, float]:
-    """The numbers of an evaluation: means over the episodes, which are what `evaluate` returned for each red agent; of
-    the returns against each within the first 30, 50 and 100 steps, and of all steps; and score, the sum of these cells.
-
-    Nothing in the game or in Blue's inputs tells how long an episode will be, so the first 30 steps of a longer one are
-    an episode of 30 steps, and one set of episodes fills every row of the challenge's table. With --finite-horizon Blue
-    does see how long, and only the whole episode counts. That the red agents differ is no noise: the standard error is
-    that of strata of fixed size.
-    """
-    rewards, lengths, fixes = zip(*episodes.values(), strict=True)
-    returns = np.array([part.sum(0) for part in rewards])  # (num_red_agents, num_episodes)
-    variances = returns.var(1) / (returns.shape[1] - 1 or math.nan)
-    shorter = [] if args.finite_horizon else [horizon for horizon in HORIZONS if horizon < args.max_steps]
-    cells = {
-        f"{red_agent}_{horizon}": part[:horizon].sum(0).mean()
-        for red_agent, part in zip(episodes, rewards, strict=True)
-        for horizon in (*shorter, args.max_steps)
-    }
-    summary = {
-        "score": sum(cells.values()),
-        "mean_return": returns.mean(),
-        "std_return": returns.std(),
-        "standard_error": np.sqrt(variances.sum()) / len(returns),
-        "mean_length": np.mean(lengths),
-    } | cells
-    if args.workflow is not None:
-        summary |= fix_metrics(np.concatenate(fixes))
-    return {name: float(value) for name, value in summary.items()}
-
-
 def score(agent: Agent, args: Args, num_episodes: int, seed: int = 10_000) -> dict[str, float]:
-    """`summarize` of episodes with deterministic actions against each red agent, each from its own fixed seed, so that
-    two evaluations differ by their policies alone."""
+    """The table of the challenge (envs/cage2/scores.py), from episodes with deterministic actions against each red
+    agent, each from its own fixed seed, so that two evaluations differ by their policies alone."""
     episodes = {}
     for i, red_agent in enumerate(args.red_agents):
         vec_env = make_envs(replace(args, red_agent=red_agent), num_episodes)
         episodes[red_agent] = evaluate(agent, vec_env, seed + i * num_episodes)
         vec_env.close()
-    return summarize(args, episodes)
+    return summarize(episodes, args.finite_horizon, args.workflow is not None)
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
 def crossed(step: int, advance: int, every: int) -> bool:
     """Whether the last `advance` steps, which led to `step`, reached or passed a multiple of `every` (0: never)."""
     return every > 0 and step // every > (step - advance) // every
-
-
-def add_up(x: Any) -> np.ndarray:
-    """The sum of an array over the processes of torchrun."""
-    total = torch.tensor(x, dtype=torch.float64)
-    if WORLD_SIZE > 1:
-        dist.all_reduce(total)
-    return total.numpy()
 
 
 def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
@@ -474,11 +426,8 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     """
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
-    device = torch.device(f"cuda:{LOCAL_RANK}" if args.device == "cuda" else args.device)
-    if WORLD_SIZE > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo")
-    num_envs, num_steps, all_steps = args.num_envs // WORLD_SIZE, args.num_steps, args.num_updates * args.batch_size
-    vec_env = make_envs(args, num_envs)
+    device = torch.device(args.device)
+    vec_env = make_envs(args, args.num_envs)
     agent = Agent(vec_env, args).to(device)
     if args.init_from is not None and not args.resume:
         load_policy(load(Path(args.init_from)), agent)
@@ -496,26 +445,25 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     loss_args.ent_coef = torch.zeros((), device=device)  # a tensor, since compiled code knows numbers as constants
 
     run = SimpleNamespace(  # where the run stands
-        global_step=0, train_steps=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
+        global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
         training_return=math.nan, first_return=math.nan, score=math.nan, best_score=-math.inf, compliant=False,
     )  # fmt: skip
-    first_seed = args.seed + RANK * num_envs
-    torch.manual_seed(first_seed)  # weights are equal in all processes; actions and shuffles are not
-    next_obs, _ = vec_env.reset(seed=first_seed)
+    torch.manual_seed(args.seed)  # so that actions do not depend on how many weights were drawn
+    next_obs, _ = vec_env.reset(seed=args.seed)
     checkpoint = load(Path(str(args.logdir), "latest.pt")) if args.resume else None
     if checkpoint is not None:
         load_policy(checkpoint, agent)
         vars(run).update(checkpoint["run"])
         adam = {name: x.to(device) for name, x in checkpoint["adam"].items()}
         state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
-        if RANK == 0 and vec_env.set_state(state):  # other processes, and environments that cannot be saved, begin anew
+        if vec_env.set_state(state):  # environments that cannot be saved begin anew
             torch.set_rng_state(checkpoint["generator"])
             next_obs = checkpoint["obs"]
     logdir, log, writer = open_run(args, checkpoint, vec_env)
 
     nothing = np.full((args.max_steps, 1), math.nan), math.nan, np.zeros((0, len(VERDICTS)))
-    no_evaluation = summarize(args, dict.fromkeys(args.red_agents, nothing))  # the columns of updates without one
-    stopping = False
+    no_evaluation = summarize(dict.fromkeys(args.red_agents, nothing), args.finite_horizon, args.workflow is not None)
+    all_steps, stopping = args.num_updates * args.batch_size, False
     while run.global_step < all_steps and not stopping and not run.compliant:
         started = time.perf_counter()
         progress = run.global_step / all_steps
@@ -527,7 +475,7 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         rows: list[tuple[Tensor, ...]] = []  # of each step: obs, actions, rewards, terminated, ...
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
         ended: list[tuple[float, int, list[int]]] = []  # (return, length, fixes by verdict) of each episode that ended
-        for t in range(num_steps):
+        for t in range(args.num_steps):
             obs = torch.as_tensor(next_obs, device=device)
             with torch.no_grad():
                 actions = agent.policy(obs).sample()
@@ -577,18 +525,17 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         if not math.isfinite(metrics["grad_norm"]):
             raise FloatingPointError(f"A gradient is not finite after step {run.global_step:,}: lower --learning-rate.")
         run.rollouts += 1
-        run.train_steps += num_steps
         run.global_step += args.batch_size
         seconds = time.perf_counter() - started
         run.seconds += seconds
 
         # --- evaluate -------------------------------------------------------------------------------------------------
         evaluating = run.global_step >= all_steps or crossed(run.global_step, args.batch_size, args.eval_every)
-        threshold, is_best, complies = args.compliance_threshold, False, False
+        threshold, evaluation, is_best, complies = args.compliance_threshold, no_evaluation, False, False
         if threshold is not None:  # of the episodes in training, whose actions are sampled
             complies = is_compliant(vec_env.recent, vec_env.episodes, threshold, args.min_episodes)
-        evaluation = no_evaluation
-        if RANK == 0 and (evaluating or complies):
+            evaluating |= complies
+        if evaluating:
             evaluation = score(agent, args, args.eval_episodes)
             run.score, mean_return = evaluation["score"], evaluation["mean_return"]
             confirmed = complies and evaluation["compliance"] >= float(threshold or 0)
@@ -598,48 +545,47 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             run.best_score = run.score if is_best else run.best_score
 
         # --- log ------------------------------------------------------------------------------------------------------
-        stopping = bool(add_up(len(signals) + run.compliant) > 0)  # in all processes, if it is in one
         mean_return, mean_length = np.mean([x[:2] for x in ended], axis=0).tolist() if ended else [math.nan] * 2
         if ended:
             run.training_return = mean_return
         run.resets += len(ended)
-        if RANK == 0:
-            record = {f"train/{name}": value for name, value in metrics.items()} | {
-                "train/explained_variance": explained_variance(batch.values, batch.returns),
-                "train/value_abs_error": float((batch.values - batch.returns).abs().mean()),
-                "train/learning_rate": float(adam["learning_rate"]),
-                "train/ent_coef": float(loss_args.ent_coef),
-                "rollout/episodic_return": mean_return,
-                "rollout/episodic_length": mean_length,
-                "rollout/mean_reward": raw_rewards.mean().item(),
-                "time/sps": args.batch_size / seconds,
-            }
-            counters = ("train_steps", "rollouts", "resets", "epochs", "minibatch_updates")
-            record |= {f"counters/{name}": vars(run)[name] for name in counters}
-            if args.workflow is not None:
-                fixes = fix_metrics(np.array([x[2] for x in ended]).reshape(-1, len(VERDICTS)))
-                record |= {f"rollout/{name}": value for name, value in fixes.items()}
-            record |= {f"eval/{name}": value for name, value in evaluation.items()}
-            for name, value in record.items():
-                if math.isfinite(value):
-                    writer.add_scalar(name, value, run.global_step)
-            if run.rollouts == 1:
-                print("global_step", *record, sep=",", file=log)
-            print(run.global_step, *record.values(), sep=",", file=log, flush=True)
-            run.csv_size = log.tell()
-            minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
-            line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
-            line += f"evaluation {run.score:.2f}, KL {metrics['approx_kl']:.4f}, {minutes:.1f} min left"
-            is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
-            print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
-            if run.compliant:
-                shown = ("compliance", "strict_compliance", "mean_return")
-                judged = ", ".join(f"{name} {evaluation[name]:.3f}" for name in shown)
-                print(f"\nThe evaluation confirms it: {judged}; the first one's return was {run.first_return:.3f}.")
+        record = {f"train/{name}": value for name, value in metrics.items()} | {
+            "train/explained_variance": explained_variance(batch.values, batch.returns),
+            "train/value_abs_error": float((batch.values - batch.returns).abs().mean()),
+            "train/learning_rate": float(adam["learning_rate"]),
+            "train/ent_coef": float(loss_args.ent_coef),
+            "rollout/episodic_return": mean_return,
+            "rollout/episodic_length": mean_length,
+            "rollout/mean_reward": raw_rewards.mean().item(),
+            "time/sps": args.batch_size / seconds,
+            "counters/train_steps": run.rollouts * args.num_steps,
+        }
+        record |= {f"counters/{x}": vars(run)[x] for x in ("rollouts", "resets", "epochs", "minibatch_updates")}
+        if args.workflow is not None:
+            fixes = fix_metrics(np.array([x[2] for x in ended]).reshape(-1, len(VERDICTS)))
+            record |= {f"rollout/{name}": value for name, value in fixes.items()}
+        record |= {f"eval/{name}": value for name, value in evaluation.items()}
+        for name, value in record.items():
+            if math.isfinite(value):
+                writer.add_scalar(name, value, run.global_step)
+        if run.rollouts == 1:
+            print("global_step", *record, sep=",", file=log)
+        print(run.global_step, *record.values(), sep=",", file=log, flush=True)
+        run.csv_size = log.tell()
+        minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
+        line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
+        line += f"evaluation {run.score:.2f}, KL {metrics['approx_kl']:.4f}, {minutes:.1f} min left"
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
+        print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
+        if run.compliant:
+            shown = ("compliance", "strict_compliance", "mean_return")
+            judged = ", ".join(f"{name} {evaluation[name]:.3f}" for name in shown)
+            print(f"\nThe evaluation confirms it: {judged}; the first one's return was {run.first_return:.3f}.")
 
         # --- save -----------------------------------------------------------------------------------------------------
-        saving = crossed(run.global_step, args.batch_size, args.save_every)
-        if RANK == 0 and (saving or evaluating or stopping or run.rollouts == 1):
+        stopping = bool(signals)
+        saving = crossed(run.global_step, args.batch_size, args.save_every) or run.rollouts == 1
+        if saving or evaluating or stopping:
             state = {"format": FORMAT, "args": asdict(args) | {"resume": False}, "run": vars(run), "adam": adam,
                      "agent": agent.state_dict(), "envs": vec_env.get_state(), "obs": next_obs,
                      "generator": torch.get_rng_state()}  # fmt: skip
@@ -650,30 +596,26 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             save(logdir / "latest.pt", state)
 
     vec_env.close()
-    if RANK == 0:
-        writer.close()
-        log.close()
-        print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.score:.2f}: {logdir}")
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged best.json costs no more than this line
-            runs = [json.loads(path.read_text()) for path in logdir.parent.glob("*/best.json")]
-            scores = {x["logdir"]: x["score"] for x in runs if x["problem"] == args.game}
-            best_run = max(scores, key=scores.__getitem__)
-            print(f"best of {len(scores)} runs of {args.game}: {scores[best_run]:.2f}, {best_run}")
-        if stopping and not run.compliant:
-            print(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
+    writer.close()
+    log.close()
+    print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.score:.2f}: {logdir}")
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged best.json costs no more than this line
+        runs = [json.loads(path.read_text()) for path in logdir.parent.glob("*/best.json")]
+        scores = {x["logdir"]: x["score"] for x in runs if x["problem"] == args.game}
+        best_run = max(scores, key=scores.__getitem__)
+        print(f"best of {len(scores)} runs of {args.game}: {scores[best_run]:.2f}, {best_run}")
+    if stopping:
+        print(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
     return {"logdir": str(logdir), **vars(run)}
 
 
 # ---- Run folder and checkpoints --------------------------------------------------------------------------------------
-def open_run(args: Args, checkpoint: dict[str, Any] | None, vec_env: Any) -> tuple[Path, Any, Any]:
+def open_run(args: Args, checkpoint: dict[str, Any] | None, vec_env: Any) -> tuple[Path, Any, SummaryWriter]:
     """Create the run folder, or take the logs of a run back to its checkpoint. Returns the folder, progress.csv, which
-    is locked against other runs, and TensorBoard's writer. Of torchrun's processes, the first does all this."""
-    if RANK > 0:
-        return Path(), None, None
+    is locked against other runs, and TensorBoard's writer."""
     task = args.env_id.replace("/", "_").replace(":", "_")
     name = f"{task}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    same_second = len(list(Path("runs").glob(f"{name}*")))
-    logdir = Path(args.logdir or f"runs/{name}" + same_second * f"_{same_second}")
+    logdir = Path(args.logdir or f"runs/{name}")
     logdir.mkdir(parents=True, exist_ok=True)
     log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
     try:
@@ -701,27 +643,6 @@ def open_run(args: Args, checkpoint: dict[str, Any] | None, vec_env: Any) -> tup
 
         wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
     return logdir, log, SummaryWriter(str(logdir), purge_step=saved["run"]["global_step"] + 1)
-
-
-def open_logs(args: Args, logdir: Path, log: Any, run: Any) -> SummaryWriter:
-    """Write config.json, print the sizes of the run, begin its TensorBoard log, and W&B's with --track. What the logs
-    of a resumed run hold from after its checkpoint is forgotten."""
-    commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
-    versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
-    config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
-    (logdir / "config.json").write_text(json.dumps(config, indent=1))
-    print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
-          f"epochs x {args.num_minibatches} minibatches, seed {args.seed}: {logdir}")  # fmt: skip
-    if args.compile:
-        print("The first update compiles the gradient steps, which takes 10 to 30 s.", flush=True)
-    if args.track is not None:
-        import wandb
-
-        *entity, project = args.track.split("/")
-        wandb.init(project=project, entity="".join(entity) or None, name=logdir.name, id=logdir.name, resume="allow",
-                   config=asdict(args), sync_tensorboard=True)  # fmt: skip
-    log.truncate(run.csv_size)
-    return SummaryWriter(str(logdir), purge_step=run.global_step + 1)
 
 
 def save(path: Path, state: dict[str, Any]) -> None:

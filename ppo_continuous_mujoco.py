@@ -30,7 +30,6 @@ from typing import Any, Literal, NamedTuple
 import gymnasium as gym
 import numpy as np
 import torch
-import torch.distributed as dist
 import tyro
 from gymnasium.vector import VectorEnv
 from torch import Tensor, nn
@@ -39,15 +38,9 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._pytree import tree_map
 from torch.utils.tensorboard import SummaryWriter
 
-import envs.queueing  # noqa: F401  (registers TwoQueue-v0)
-from envs.normalize import NormalizeObservation, NormalizeReward, RunningMeanStd
-from envs.record_gif import RecordGif
-from envs.subproc_vec_env import WorkerError
-from envs.vectorize import vectorize
+from envs import NormalizeObservation, NormalizeReward, RecordGif, RunningMeanStd, WorkerError, vectorize
 
 SCRIPT, FORMAT = Path(__file__).stem, "ppo_continuous_mujoco/3"  # FORMAT: what a checkpoint holds; copies keep it
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE", 1))  # processes; torchrun sets these
-RANK, LOCAL_RANK = int(os.environ.get("RANK", 0)), int(os.environ.get("LOCAL_RANK", 0))
 
 
 class UsageError(ValueError):
@@ -79,7 +72,7 @@ class RunArgs:
 
 @dataclass
 class EnvironmentArgs:
-    num_envs: int = 16  # parallel environments N, of all processes together
+    num_envs: int = 16  # parallel environments N
     num_workers: int | None = None  # threads or processes that step them; default: the CPU cores
     step_timeout: float = 300.0  # seconds after which a worker that has not finished its step counts as hung
     on_worker_failure: Literal["raise", "restart"] = "raise"  # a lost worker ends the run, or is replaced
@@ -141,16 +134,16 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         self.batch_size = self.num_envs * self.num_steps
         self.num_updates = self.total_timesteps // self.batch_size
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
-        shares = self.num_minibatches * WORLD_SIZE
+        split = self.batch_size % self.num_minibatches == 0
+        large = self.batch_size > self.num_minibatches or self.norm_adv != "minibatch"
+        average = self.average_reward_rate is not None
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
-        require(self.num_envs % WORLD_SIZE == 0, f"{WORLD_SIZE} processes cannot share {batch} evenly.")
-        require(self.batch_size % shares == 0, f"--num-minibatches {self.num_minibatches} does not divide {batch}.")
-        require(self.norm_adv != "minibatch" or self.batch_size > shares, "A minibatch of 1 needs --norm-adv none.")
+        require(split, f"--num-minibatches {self.num_minibatches} does not divide {batch}.")
+        require(large, "Minibatches of one transition need --norm-adv none.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         require(self.device == "cpu" or torch.cuda.is_available(), f"--device {self.device} is not available here.")
-        raw_rewards = self.time_scaled_reward or self.average_reward_rate is not None
-        require(self.gamma < 1 or raw_rewards, "--gamma 1 makes values infinite; try --average-reward-rate 0.1.")
-        require(not (raw_rewards and self.norm_reward), "Time-scaled and average rewards need --no-norm-reward.")
+        require(self.gamma < 1 or average, "--gamma 1 makes values infinite; try --average-reward-rate 0.1.")
+        require(not (average and self.norm_reward), "--average-reward-rate needs --no-norm-reward.")
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -161,8 +154,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "halfcheetah": {"gamma": 0.98, "gae_lambda": 0.92, "vf_coef": 0.25, "log_std_init": -1.0},
     "ant": {"env_id": "Ant-v5", "gae_lambda": 0.8, "num_envs": 8, "num_minibatches": 8, "update_epochs": 5,
             "learning_rate": 2e-4, "norm_adv": "none", "vf_coef": 0.25, "log_std_init": -1.0},
-    "standup": {"env_id": "HumanoidStandup-v5", "num_envs": 8, "num_minibatches": 8, "update_epochs": 5,
-                "norm_adv": "none", "vf_coef": 0.25, "log_std_init": -1.0},
     "hopper": {"env_id": "Hopper-v5", "update_epochs": 5, "norm_adv": "none", "vf_coef": 0.25, "log_std_init": -0.5},
     "walker": {"env_id": "Walker2d-v5", "norm_adv": "none", "vf_coef": 0.25, "log_std_init": -0.5},
     "swimmer": {"env_id": "Swimmer-v5", "gamma": 0.9999, "gae_lambda": 0.98, "num_envs": 4, "num_steps": 1024,
@@ -300,11 +291,6 @@ def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches
     for minibatch in zip(*minibatches, strict=True):
         loss, metrics = ppo_loss(agent, args, Batch(*minibatch))
         gradient = torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(agent.parameters()))])
-        if WORLD_SIZE > 1:  # the mean over all processes, of gradient and metrics in one message
-            message = torch.cat([gradient, torch.stack(list(metrics.values()))])
-            dist.all_reduce(message)
-            gradient, means = (message / WORLD_SIZE).split([len(gradient), len(metrics)])
-            metrics = dict(zip(metrics, means, strict=True))
         metrics["grad_norm"] = torch.linalg.vector_norm(gradient)
         if args.max_grad_norm is not None:  # detail 11
             gradient = gradient * (args.max_grad_norm / metrics["grad_norm"]).clamp(max=1.0)
@@ -330,11 +316,7 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
     """One environment. A wrapper that is put around it here acts in training, evaluation and play."""
     kwargs: Any = {"render_mode": render_mode} if render_mode else {}  # not every environment takes the argument
-    env = gym.make(args.env_id, max_episode_steps=args.reset_steps, **kwargs)
-    robot: Any = env.unwrapped
-    if render_mode and hasattr(robot, "mujoco_renderer"):  # the camera that follows the robot, if it has one
-        robot.mujoco_renderer.camera_id = 0 if robot.model.ncam else -1
-    return env
+    return gym.make(args.env_id, max_episode_steps=args.reset_steps, **kwargs)
 
 
 def make_envs(args: Args, num_envs: int, statistics: Any = None, render_mode: str | None = None) -> Any:
@@ -350,11 +332,10 @@ def make_envs(args: Args, num_envs: int, statistics: Any = None, render_mode: st
     for space in (vec_env.single_observation_space, vec_env.single_action_space):
         is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.dtype.kind == "f"
         require(is_vector, f"{args.env_id} has {space}, no vector of real numbers: {advice}.")
-    over_processes = add_up if WORLD_SIZE > 1 else None  # statistics are of all of them together
     if statistics is None and args.norm_reward:  # details 30, 31
-        vec_env = NormalizeReward(vec_env, args.gamma, add_up=over_processes)
+        vec_env = NormalizeReward(vec_env, args.gamma)
     training, clip = statistics is None and args.norm_obs, 10.0 if args.norm_obs else math.inf
-    return NormalizeObservation(vec_env, statistics, training, clip, add_up=over_processes)  # details 28, 29
+    return NormalizeObservation(vec_env, statistics, training, clip)  # details 28, 29
 
 
 @torch.no_grad()
@@ -381,14 +362,6 @@ def crossed(step: int, advance: int, every: int) -> bool:
     return every > 0 and step // every > (step - advance) // every
 
 
-def add_up(x: Any) -> np.ndarray:
-    """The sum of an array over the processes of torchrun."""
-    total = torch.tensor(x, dtype=torch.float64)
-    if WORLD_SIZE > 1:
-        dist.all_reduce(total)
-    return total.numpy()
-
-
 def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
 
@@ -397,11 +370,8 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     """
     torch.set_num_threads(1)  # networks this small gain nothing from more
     torch.manual_seed(args.seed)
-    device = torch.device(f"cuda:{LOCAL_RANK}" if args.device == "cuda" else args.device)
-    if WORLD_SIZE > 1 and not dist.is_initialized():
-        dist.init_process_group("gloo")
-    num_envs, num_steps, all_steps = args.num_envs // WORLD_SIZE, args.num_steps, args.num_updates * args.batch_size
-    vec_env = make_envs(args, num_envs)
+    device = torch.device(args.device)
+    vec_env = make_envs(args, args.num_envs)
     space = vec_env.single_action_space
     agent = Agent(vec_env, args).to(device)
     if args.init_from is not None and not args.resume:
@@ -420,24 +390,23 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     steps_per_call = math.gcd(4, args.num_minibatches)  # one compiled call for each step would cost half as much again
 
     run = SimpleNamespace(  # where the run stands
-        global_step=0, train_steps=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
-        average_reward=0.0, best_LTA=-math.inf, training_return=math.nan, mean_return=math.nan, best_return=-math.inf,
+        global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, average_reward=0.0, best_LTA=-math.inf,
+        training_return=math.nan, mean_return=math.nan, best_return=-math.inf, seconds=0.0, csv_size=0,
     )  # fmt: skip
-    first_seed = args.seed + RANK * num_envs
-    torch.manual_seed(first_seed)  # weights are equal in all processes; actions and shuffles are not
-    next_obs, _ = vec_env.reset(seed=first_seed)
+    torch.manual_seed(args.seed)  # so that actions do not depend on how many weights were drawn
+    next_obs, _ = vec_env.reset(seed=args.seed)
     checkpoint = load(Path(str(args.logdir), "latest.pt")) if args.resume else None
     if checkpoint is not None:
         load_policy(checkpoint, agent, vec_env.statistics)
         vars(run).update(checkpoint["run"])
         adam = {name: x.to(device) for name, x in checkpoint["adam"].items()}
         state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
-        if RANK == 0 and vec_env.set_state(state):  # other processes, and environments that cannot be saved, begin anew
+        if vec_env.set_state(state):  # environments that cannot be saved begin anew
             torch.set_rng_state(checkpoint["generator"])
             next_obs = checkpoint["obs"]
     logdir, log, writer = open_run(args, checkpoint, vec_env)
 
-    stopping = False
+    all_steps, stopping = args.num_updates * args.batch_size, False
     while run.global_step < all_steps and not stopping:
         started = time.perf_counter()
         progress = run.global_step / all_steps
@@ -448,7 +417,7 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         rows: list[tuple[Tensor, ...]] = []  # of each step: obs, actions, rewards, terminated, ...
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
         ended: list[tuple[float, int, float]] = []  # (return, length, return / length) of each episode that ended
-        for t in range(num_steps):
+        for t in range(args.num_steps):
             obs = torch.as_tensor(next_obs, device=device)
             with torch.no_grad():
                 actions = agent.policy(obs).sample()
@@ -481,7 +450,7 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         gamma = args.gamma
         if args.average_reward_rate is not None:  # differential values: delta = r - rho + V(s') - V(s), without gamma
             share = args.average_reward_rate if run.rollouts > 0 else 1.0
-            run.average_reward += share * (float(add_up(float(rewards.mean()))) / WORLD_SIZE - run.average_reward)
+            run.average_reward += share * (rewards.mean().item() - run.average_reward)
             rewards, gamma = rewards - run.average_reward, 1.0
             # A fall does not end the task, which goes on from the reset: only here are next_values those of a reset
             # state. An episode that falls in the very step of its time limit counts as fallen.
@@ -507,7 +476,6 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         if not math.isfinite(metrics["grad_norm"]):
             raise FloatingPointError(f"A gradient is not finite after step {run.global_step:,}: lower --learning-rate.")
         run.rollouts += 1
-        run.train_steps += num_steps
         run.global_step += args.batch_size
         seconds = time.perf_counter() - started
         run.seconds += seconds
@@ -515,7 +483,7 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         # --- evaluate -------------------------------------------------------------------------------------------------
         evaluating = run.global_step >= all_steps or crossed(run.global_step, args.batch_size, args.eval_every)
         eval_returns, eval_lengths, is_best = np.array([math.nan]), np.array([math.nan]), False
-        if RANK == 0 and evaluating:
+        if evaluating:
             eval_envs = make_envs(args, args.eval_episodes, vec_env.statistics)
             eval_returns, eval_lengths = evaluate(agent, eval_envs)
             eval_envs.close()
@@ -524,45 +492,44 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             run.best_return = max(run.best_return, run.mean_return)
 
         # --- log ------------------------------------------------------------------------------------------------------
-        stopping = bool(add_up(len(signals)) > 0)  # in all processes, if one received a signal
         mean_return, mean_length, mean_LTA = np.mean(ended, axis=0).tolist() if ended else [math.nan] * 3
         if ended:
             run.best_LTA, run.training_return = max(run.best_LTA, mean_LTA), mean_return
         run.resets += len(ended)
-        if RANK == 0:
-            record = {f"train/{name}": value for name, value in metrics.items()} | {
-                "train/explained_variance": explained_variance(batch.values, batch.returns),
-                "train/value_abs_error": float((batch.values - batch.returns).abs().mean()),
-                "train/learning_rate": args.learning_rate * annealing,
-                "train/average_reward": run.average_reward,
-                "train/best_LTA": run.best_LTA,
-                "rollout/episodic_return": mean_return,
-                "rollout/episodic_length": mean_length,
-                "rollout/LTA_return": mean_LTA,  # long-term average: return / length
-                "rollout/mean_reward": raw_rewards.mean().item(),
-                "eval/mean_return": eval_returns.mean(),
-                "eval/std_return": eval_returns.std(),
-                "eval/mean_length": eval_lengths.mean(),
-                "time/sps": args.batch_size / seconds,
-            }
-            counters = ("train_steps", "rollouts", "resets", "epochs", "minibatch_updates")
-            record |= {f"counters/{name}": vars(run)[name] for name in counters}
-            for name, value in record.items():
-                if math.isfinite(value):
-                    writer.add_scalar(name, value, run.global_step)
-            if run.rollouts == 1:
-                print("global_step", *record, sep=",", file=log)
-            print(run.global_step, *record.values(), sep=",", file=log, flush=True)
-            run.csv_size = log.tell()
-            minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
-            line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
-            line += f"evaluation {run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}, {minutes:.1f} min left"
-            is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
-            print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
+        record = {f"train/{name}": value for name, value in metrics.items()} | {
+            "train/explained_variance": explained_variance(batch.values, batch.returns),
+            "train/value_abs_error": float((batch.values - batch.returns).abs().mean()),
+            "train/learning_rate": args.learning_rate * annealing,
+            "train/average_reward": run.average_reward,
+            "train/best_LTA": run.best_LTA,
+            "rollout/episodic_return": mean_return,
+            "rollout/episodic_length": mean_length,
+            "rollout/LTA_return": mean_LTA,  # long-term average: return / length
+            "rollout/mean_reward": raw_rewards.mean().item(),
+            "eval/mean_return": eval_returns.mean(),
+            "eval/std_return": eval_returns.std(),
+            "eval/mean_length": eval_lengths.mean(),
+            "time/sps": args.batch_size / seconds,
+            "counters/train_steps": run.rollouts * args.num_steps,
+        }
+        record |= {f"counters/{x}": vars(run)[x] for x in ("rollouts", "resets", "epochs", "minibatch_updates")}
+        for name, value in record.items():
+            if math.isfinite(value):
+                writer.add_scalar(name, value, run.global_step)
+        if run.rollouts == 1:
+            print("global_step", *record, sep=",", file=log)
+        print(run.global_step, *record.values(), sep=",", file=log, flush=True)
+        run.csv_size = log.tell()
+        minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
+        line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
+        line += f"evaluation {run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}, {minutes:.1f} min left"
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
+        print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
 
         # --- save -----------------------------------------------------------------------------------------------------
-        saving = crossed(run.global_step, args.batch_size, args.save_every)
-        if RANK == 0 and (saving or evaluating or stopping or run.rollouts == 1):
+        stopping = bool(signals)
+        saving = crossed(run.global_step, args.batch_size, args.save_every) or run.rollouts == 1
+        if saving or evaluating or stopping:
             state = {"format": FORMAT, "args": asdict(args) | {"resume": False}, "run": vars(run), "adam": adam,
                      "agent": agent.state_dict(), "statistics": vec_env.statistics.get_state(),
                      "envs": vec_env.get_state(), "obs": next_obs, "generator": torch.get_rng_state()}  # fmt: skip
@@ -573,30 +540,26 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             save(logdir / "latest.pt", state)
 
     vec_env.close()
-    if RANK == 0:
-        writer.close()
-        log.close()
-        print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged best.json costs no more than this line
-            runs = [json.loads(path.read_text()) for path in logdir.parent.glob("*/best.json")]
-            scores = {x["logdir"]: x["score"] for x in runs if x["problem"] == args.env_id}
-            best_run = max(scores, key=scores.__getitem__)
-            print(f"best of {len(scores)} runs of {args.env_id}: {scores[best_run]:.2f}, {best_run}")
-        if stopping:
-            print(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
+    writer.close()
+    log.close()
+    print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
+    with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged best.json costs no more than this line
+        runs = [json.loads(path.read_text()) for path in logdir.parent.glob("*/best.json")]
+        scores = {x["logdir"]: x["score"] for x in runs if x["problem"] == args.env_id}
+        best_run = max(scores, key=scores.__getitem__)
+        print(f"best of {len(scores)} runs of {args.env_id}: {scores[best_run]:.2f}, {best_run}")
+    if stopping:
+        print(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
     return {"logdir": str(logdir), **vars(run)}
 
 
 # ---- Run folder and checkpoints --------------------------------------------------------------------------------------
-def open_run(args: Args, checkpoint: dict[str, Any] | None, vec_env: Any) -> tuple[Path, Any, Any]:
+def open_run(args: Args, checkpoint: dict[str, Any] | None, vec_env: Any) -> tuple[Path, Any, SummaryWriter]:
     """Create the run folder, or take the logs of a run back to its checkpoint. Returns the folder, progress.csv, which
-    is locked against other runs, and TensorBoard's writer. Of torchrun's processes, the first does all this."""
-    if RANK > 0:
-        return Path(), None, None
+    is locked against other runs, and TensorBoard's writer."""
     task = args.env_id.replace("/", "_").replace(":", "_")
     name = f"{task}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    same_second = len(list(Path("runs").glob(f"{name}*")))
-    logdir = Path(args.logdir or f"runs/{name}" + same_second * f"_{same_second}")
+    logdir = Path(args.logdir or f"runs/{name}")
     logdir.mkdir(parents=True, exist_ok=True)
     log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
     try:

@@ -76,6 +76,3 @@ class TwoQueueEnv(gymnasium.Env):
     def set_state(self, state: dict[str, Any]) -> None:
         self.backlog[:] = state["backlog"]
         self.np_random.bit_generator.state = state["rng"]
-
-
-gymnasium.register("TwoQueue-v0", entry_point="envs.queueing:TwoQueueEnv")

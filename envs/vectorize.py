@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import gymnasium as gym
 from gymnasium.vector import AutoresetMode, VectorEnv
@@ -11,6 +11,14 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from envs.episodes import EpisodeStatistics
 from envs.mujoco_batch import MujocoBatchVecEnv, is_plain_task
 from envs.subproc_vec_env import SubprocVecEnv
+
+
+def follow_robot(env: gym.Env) -> gym.Env:
+    """`env`, seen by the camera that follows the robot, if it has one: MuJoCo's default camera stands still."""
+    robot: Any = env.unwrapped
+    if hasattr(robot, "mujoco_renderer"):
+        robot.mujoco_renderer.camera_id = 0 if robot.model.ncam else -1
+    return env
 
 
 def vectorize(
@@ -35,8 +43,9 @@ def vectorize(
     elif "vectorized" in vars(type(env)):
         vec_env = env.vectorized(num_envs)  # type: ignore[attr-defined]
     else:
+        env_fns = [lambda: follow_robot(env_fn())] * num_envs
         vec_env = SubprocVecEnv(
-            [env_fn] * num_envs, num_workers, context="fork", autoreset_mode=AutoresetMode.SAME_STEP,
+            env_fns, num_workers, context="fork", autoreset_mode=AutoresetMode.SAME_STEP,
             step_timeout=step_timeout, on_worker_failure=on_worker_failure,
         )  # fmt: skip
     vec_env.spec = env.spec

@@ -20,6 +20,7 @@ import torch
 
 from envs.cage2 import ACTION_NAMES, DECOYS, HOSTS, Cage2VecEnv
 from envs.cage2.memory import DECOY_SLOTS
+from envs.cage2.scores import summarize
 from tests.conftest import assert_same, columns, command_line, tiny_args, tiny_runner, weights
 
 # ---- arguments ------------------------------------------------------------------------------------------------------
@@ -191,24 +192,24 @@ def test_cells_are_prefixes_and_equal_separate_shorter_episodes(cage2: ModuleTyp
     assert cage2.score(agent, args, 5) == long  # fixed seeds
 
 
-def test_summaries_by_hand(cage2: ModuleType) -> None:
+def test_summaries_by_hand() -> None:
     rewards = np.full((100, 2), -1.0)
     rewards[40, 1] = -5.0
     lengths, fixes = np.array([100, 100]), np.zeros((2, 4), int)
-    summary = cage2.summarize(cage2.Args(), {"b_line": (rewards, lengths, fixes)})
+    summary = summarize({"b_line": (rewards, lengths, fixes)}, False, False)
     assert [summary[f"b_line_{h}"] for h in (30, 50, 100)] == [-30, -52, -102]
     assert (summary["score"], summary["mean_return"], summary["std_return"]) == (-184, -102, 2)
     # Blue sees how long an episode is, so none stands for a shorter one
-    summary = cage2.summarize(cage2.Args(finite_horizon=True), {"b_line": (rewards, lengths, fixes)})
+    summary = summarize({"b_line": (rewards, lengths, fixes)}, True, False)
     assert summary["score"] == summary["b_line_100"] == -102
     assert "b_line_30" not in summary
 
 
-def test_the_standard_error_of_several_opponents_is_that_of_strata(cage2: ModuleType) -> None:
+def test_the_standard_error_of_several_opponents_is_that_of_strata() -> None:
     """Three opponents, two episodes each: variances 2, 0 and 8 over 2 episodes, so sqrt(1 + 0 + 4) / 3."""
     returns = {"b_line": [-10.0, -12.0], "meander": [-50.0, -50.0], "sleep": [0.0, -4.0]}
     episodes = {red: (np.array([r]), np.array([1, 1]), np.zeros((2, 4), int)) for red, r in returns.items()}
-    assert cage2.summarize(cage2.Args(), episodes)["standard_error"] == pytest.approx(math.sqrt(5) / 3)
+    assert summarize(episodes, False, False)["standard_error"] == pytest.approx(math.sqrt(5) / 3)
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
