@@ -1,4 +1,4 @@
-"""Environments shared by the scripts. Nothing in here imports torch or a script. Importing it registers TwoQueue-v0."""
+"""Environments shared by the scripts, none of which imports torch or a script. This registers those with queues."""
 
 import gymnasium
 
@@ -17,4 +17,6 @@ __all__ = [
     "vectorize",
 ]
 
-gymnasium.register("TwoQueue-v0", entry_point="envs.queueing:TwoQueueEnv")
+gymnasium.register("TwoQueue-v0", entry_point="envs.queueing:QueueEnv")
+three_queues = {"arrival_probs": (0.3, 0.3, 0.1), "service_probs": (0.95, 0.95, 0.95), "setup": True}
+gymnasium.register("ThreeQueue-v0", entry_point="envs.queueing:QueueEnv", kwargs=three_queues)
