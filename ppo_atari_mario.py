@@ -94,7 +94,8 @@ class EnvironmentArgs:
     max_pool: bool = False  # Mario: take the brighter of each pixel of the last two frames, against flicker
     mask_score: bool = False  # Mario: blank the rows that show score, coins and time
     show_buttons: bool = True  # Mario: paint the held buttons into the picture, since a held jump does not jump again
-    reward: Literal["shaped", "document"] = "shaped"  # Mario's weights of progress, time, flag, death (envs/mario.py)
+    # Mario's weights of progress, time, flag and death (envs/mario.py); landed: as shaped, but jumps count when landed
+    reward: Literal["shaped", "landed", "document"] = "shaped"
     stuck_steps: int = 150  # Mario: steps without new ground after which the episode ends like a death; 0: never
     noop_max: int = 30  # an episode begins with up to this many frames of waiting, drawn at random
     sticky_action_probability: float = 0.25  # in each frame, that the console misses a change of the buttons

@@ -57,11 +57,14 @@ class RewardTerms(NamedTuple):
     flag: float
     death: float
     scale: float
+    landed: bool = False  # count only ground that Mario stands on (or climbs, or swims over): a fall earns nothing
 
 
 REWARDS = {
     # a finished 1-1 is worth about 310, a decision about 1: a network fits such values as they are
     "shaped": RewardTerms(progress=1.0, clock=-1.0, flag=50.0, death=-50.0, scale=0.1),
+    # where the way leads over a small platform, flying on over its edge earns new ground all the way down into the pit
+    "landed": RewardTerms(progress=1.0, clock=-1.0, flag=50.0, death=-50.0, scale=0.1, landed=True),
     # the source document's values: a finished 1-1 is worth about 4,110
     "document": RewardTerms(progress=1.0, clock=-0.1, flag=1000.0, death=-15.0, scale=1.0),
 }
@@ -96,7 +99,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         show_buttons: paint the topmost rows of each frame: from left to right a quarter white if A, B, left and
             right were held in it. The game jumps only when A is newly pressed, so that an action with A does
             nothing while Mario stands with A held, and a picture alone does not show that.
-        reward: "shaped", "document", or your own `RewardTerms`.
+        reward: "shaped", "landed", "document", or your own `RewardTerms`.
         reward_scale: replaces the scale of these terms.
         stuck_steps: decisions without new ground after which the episode ends like a death; 0 for never.
         max_episode_steps: decisions after which the episode is truncated; 0 for never (the game's clock ends
@@ -169,7 +172,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         self.action_space = Discrete(len(self.buttons))
 
         self._channels, self._side = channels, side
-        self._game = MarioGame(make_core(self.backend), self.backend)
+        self._game = MarioGame(make_core(self.backend), self.backend, reward.landed)
         self._frames = np.zeros((stack * channels, side, side), np.uint8)
         self._picture: np.ndarray | None = None
         self._playing = False

@@ -16,13 +16,14 @@ STAGES = tuple(f"{world}-{stage}" for world in range(1, 9) for stage in range(1,
 LAST_LEVEL = len(STAGES) - 1
 
 _PLAYER_STATE, _FLOAT_STATE, _ENEMIES, _PAGE, _X, _Y_HIGH = 0x0E, 0x1D, slice(0x16, 0x1C), 0x6D, 0x86, 0xB5
-_ENEMY_DATA_LOW, _ENEMY_DATA_HIGH, _IN_THE_CLOUDS = 0xE9, 0xEA, 0x743
+_ENEMY_DATA_LOW, _ENEMY_DATA_HIGH, _SWIMMING, _IN_THE_CLOUDS = 0xE9, 0xEA, 0x704, 0x743
 _CHANGE_AREA_TIMER, _STATUS, _LIVES, _STAGE, _WORLD = 0x6DE, 0x756, 0x75A, 0x75C, 0x75F
 _AREA, _GAME_MODE, _TASK, _PRELEVEL_TIMER = 0x760, 0x770, 0x772, 0x7A0
 _SCORE, _COINS, _CLOCK = slice(0x7DE, 0x7E4), slice(0x7ED, 0x7EF), slice(0x7F8, 0x7FB)
 
 _LOSING_A_LIFE, _DYING, _UNDER_CONTROL = 6, 11, 8
 _BUSY = (0, 1, 2, 3, 4, 5, 7)  # entering an area, a pipe, a vine or the castle: the controller is ignored
+_IN_THE_AIR = (1, 2)  # jumping, falling
 _GOALS = (0x2D, 0x31)  # Bowser and the flagpole among the enemies; sliding near anything else is a vine
 _TITLE, _VICTORY = 0, 2  # game modes: before a game, after an axe
 _PLAYING = 3  # a game's task once a stage has been loaded
@@ -39,10 +40,11 @@ class MarioGame:
     Args:
         core: the emulator; this object is its only user.
         backend: the emulator's name, which tells start states of different emulators apart.
+        landed: count new ground only while Mario stands on something, climbs or swims.
     """
 
-    def __init__(self, core: NesCore, backend: str) -> None:
-        self.core, self.backend = core, backend
+    def __init__(self, core: NesCore, backend: str, landed: bool = False) -> None:
+        self.core, self.backend, self.landed = core, backend, landed
         self.stage = ""  # "1-1" to "8-4", or "full"; "" while nothing is being played
         self.level = 0  # 0 for 1-1 to 31 for 8-4
         self.x = self.clock = 0  # Mario's position in pixels; ticks left, a tick being 24 frames
@@ -144,10 +146,12 @@ class MarioGame:
         # is the area that the next pipe leads to, and changes on the way to that pipe.)
         area = level << 16 | ram[_ENEMY_DATA_HIGH] << 8 | ram[_ENEMY_DATA_LOW]
         best, best_of_life = self.best_x.get(area, x), self.best_x_of_life.get(area, x)
-        self.best_x[area], self.best_x_of_life[area] = max(best, x), max(best_of_life, x)
+        flying = self.landed and ram[_FLOAT_STATE] in _IN_THE_AIR and not ram[_SWIMMING]
+        reached = min(best_of_life, x) if flying else x
+        self.best_x[area], self.best_x_of_life[area] = max(best, reached), max(best_of_life, reached)
         jumped = abs(x - self.x) > _JUMP
-        self.advancing = x > best_of_life and not jumped
-        pixels = 0 if jumped else max(0, x - best)
+        self.advancing = reached > best_of_life and not jumped
+        pixels = 0 if jumped else max(0, reached - best)
         clock = _number(ram[_CLOCK])
         ticks = max(0, self.clock - clock) if level == self.level else 0
         self.x, self.clock = x, clock
