@@ -28,9 +28,9 @@ TINY: dict[str, Any] = COMMON | {"env_id": "Reacher-v5", "num_envs": 4, "num_ste
 
 def copy_with(recipe: str, folder: Path) -> ModuleType:
     """A copy of the script in `folder`, changed by docs/copies/{recipe}.diff, as a module."""
-    shutil.copyfile(ROOT / "ppo_continuous_mujoco.py", folder / "copy.py")
+    shutil.copyfile(ROOT / "ppo_continuous_mujoco.py", folder / "my_copy.py")
     subprocess.run(["git", "apply", ROOT / "docs" / "copies" / f"{recipe}.diff"], cwd=folder, check=True)
-    return load_script((folder / "copy.py").rename(folder / f"copy_{recipe}.py"))
+    return load_script((folder / "my_copy.py").rename(folder / f"copy_{recipe}.py"))
 
 
 def train(script: ModuleType, logdir: Path, **values: Any) -> tuple[dict[str, Any], dict[str, list[float]]]:
