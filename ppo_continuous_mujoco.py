@@ -316,7 +316,8 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
     """One environment. A wrapper that is put around it here acts in training, evaluation and play."""
     kwargs: Any = {"render_mode": render_mode} if render_mode else {}  # not every environment takes the argument
-    return gym.make(args.env_id, max_episode_steps=args.reset_steps, **kwargs)
+    env = gym.make(args.env_id, max_episode_steps=args.reset_steps, **kwargs)
+    return env
 
 
 def make_envs(args: Args, num_envs: int, statistics: Any = None, render_mode: str | None = None) -> Any:

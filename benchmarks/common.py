@@ -160,14 +160,11 @@ def in_fresh_process(function: Callable[..., Any], **arguments: Any) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def train(
-    script: str, flags: Sequence[str], checkout: Path = ROOT, ranks: int = 1, anew: bool = False
-) -> dict[str, np.ndarray]:
+def train(script: str, flags: Sequence[str], checkout: Path = ROOT, anew: bool = False) -> dict[str, np.ndarray]:
     """Train in a folder that goes away afterwards, with nothing compiled before if `anew`; returns the columns of its
     progress.csv. It evaluates one episode, at the end. Raises RuntimeError if the run fails."""
-    launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks > 1 else []
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, *launch, script, *flags, "--logdir", f"{folder}/run",
+        command = [sys.executable, script, *flags, "--logdir", f"{folder}/run",
                    "--eval-every", "0", "--eval-episodes", "1", "--save-every", "0"]  # fmt: skip
         environment = os.environ | ({"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cache"} if anew else {})
         done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)

@@ -85,7 +85,7 @@ MUJOCO = {  # task: preset, best published return at 1 M steps known to us, SB3'
     "Hopper-v5": ("hopper", "3,353 (NJUWCY, best five points); SB3 Zoo 2,410"),
     "Walker2d-v5": ("walker", "4,273 (NJUWCY, best five points); SB3 Zoo 3,479"),
     "Humanoid-v5": ("humanoid", "2,130 (NJUWCY, best five points)"),
-    "HumanoidStandup-v5": ("standup", ""),
+    "HumanoidStandup-v5": ("ant --gae-lambda 0.95 --learning-rate 3e-4", ""),
     "Swimmer-v5": ("swimmer", "282 (SB3 Zoo)"),
     "Reacher-v5": ("reacher", "-4.1 (Tianshou)"),
     "Pusher-v5": ("pusher", ""),
@@ -210,15 +210,13 @@ class Run:
     def words(self) -> list[str]:
         """What is to be done next: train, go on training, or judge."""
         words = shlex.split(self.command)
-        launch = ["-m", "torch.distributed.run", "--standalone"] if words[0] == "torchrun" else []
-        words = words[len(launch) > 0 :]
         script = next(i for i, word in enumerate(words) if word.endswith(".py"))
         if (self.logdir / "trained").exists():
             call = f"judge({words[script]!r}, {str(self.logdir)!r}, {self.episodes})"
             return ["-c", f"from benchmarks.learning import judge; {call}"]
         if (self.logdir / "latest.pt").exists():
-            return [*launch, *words[: script + 1], "--resume", "--logdir", str(self.logdir)]
-        return [*launch, *words, "--seed", str(self.seed), "--logdir", str(self.logdir)]
+            return [*words[: script + 1], "--resume", "--logdir", str(self.logdir)]
+        return [*words, "--seed", str(self.seed), "--logdir", str(self.logdir)]
 
     def start(self) -> None:
         """In a session of its own: Ctrl-C on the terminal reaches it through us, once."""

@@ -3,7 +3,6 @@
     python -m benchmarks.loop mujoco_loop        # HalfCheetah, Ant, Humanoid; three settings each: two hours
     python -m benchmarks.loop cage2_loop         # 25 and 256 environments
     python -m benchmarks.loop mario_loop [--pip-nes-py FOLDER]
-    python -m benchmarks.loop distributed        # one process and two under torchrun, all three scripts
     python -m benchmarks.loop --quick            # the first setting of each with few candidates, into runs/bench
 
 Every measurement is a process of its own that trains a few updates; the first ones, in which things are compiled and
@@ -50,14 +49,14 @@ Candidates = dict[str, Callable[[], float]]
 WARM_UP, PEERS_WARM_UP, PEERS_UPDATES = 3, 1, 4
 
 
-def ours(script: str, flags: str, sizes: dict[str, int], updates: int, ranks: int = 1) -> float:
+def ours(script: str, flags: str, sizes: dict[str, int], updates: int) -> float:
     """Steps per second of a script of ours."""
     batch = sizes["num_envs"] * sizes["num_steps"]
     words = [
         *flags.split(), "--num-envs", sizes["num_envs"], "--num-steps", sizes["num_steps"],
         "--num-minibatches", batch // sizes["minibatch"], "--total-timesteps", batch * (WARM_UP + updates),
     ]  # fmt: skip
-    rates = train(f"{script}.py", list(map(str, words)), ranks=ranks)["time/sps"]
+    rates = train(f"{script}.py", list(map(str, words)))["time/sps"]
     return statistics.harmonic_mean(rates[WARM_UP:].tolist())
 
 
@@ -159,12 +158,6 @@ def mario(updates: int, pip_nes_py: str | None = None, **sizes: int) -> Candidat
     return candidates
 
 
-def distributed(script: str, flags: str, updates: int, **sizes: int) -> Candidates:
-    """One process with one worker, and two of them that share environments and minibatches."""
-    mine = partial(ours, script, flags + " --num-workers 1 --torch-threads 1", sizes, updates)
-    return {"1 process": mine, "2 processes": partial(mine, ranks=2)}
-
-
 MUJOCO_SIZES = {  # num_envs, num_steps, minibatch
     "16 x 128, minibatch 64": (16, 128, 64),
     "16 x 128, minibatch 256": (16, 128, 256),
@@ -187,19 +180,8 @@ BENCHMARKS: dict[str, tuple[str, list[str], int, dict[str, Callable[..., Candida
         "256 environments x 100 steps, minibatch 3,200": sized(cage2, 256, 100, 3200)}),
     "mario_loop": ("Whole training loop on Super Mario Bros", ["SB3: nes_py, float32", "SB3: nes_py built by pip"], 2, {
         "16 environments x 64 steps, minibatch 256": sized(mario, 16, 64, 256)}),
-    "distributed": ("Whole training loop in one process and in two", ["1 process"], 10, {
-        "MuJoCo, 16 x 128, minibatch 64": sized(
-            distributed, 16, 128, 64, script="ppo_continuous_mujoco", flags=""),
-        "MuJoCo, 16 x 128, minibatch 512": sized(
-            distributed, 16, 128, 512, script="ppo_continuous_mujoco", flags=""),
-        "CAGE2, 256 x 100, minibatch 3,200": sized(
-            distributed, 256, 100, 3200, script="ppo_cage2_parallel", flags=""),
-        "Mario, 16 x 64, minibatch 256": sized(
-            distributed, 16, 64, 256, script="ppo_atari_mario",
-            flags=f"--minibatch-growth 1 --backend {FIRST_BACKEND}")}),
 }  # fmt: skip
-QUICK = {"ours", f"ours, {FIRST_BACKEND}", "CleanRL-style: sync", "SB3: dummy", "SB3: nes_py, float32", "1 process",
-         "2 processes"}  # fmt: skip
+QUICK = {"ours", f"ours, {FIRST_BACKEND}", "CleanRL-style: sync", "SB3: dummy", "SB3: nes_py, float32"}
 
 
 def main() -> None:

@@ -9,34 +9,26 @@ saved. They trust their numbers to be finite: `EpisodeStatistics` sees to that.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
-AddUp = Callable[[np.ndarray], np.ndarray]  # an array in each of several processes -> its sum over them
-
 
 class RunningMeanStd:
-    """Mean and variance of a stream of batches. With `add_up`, several processes keep one statistic of all batches."""
+    """Mean and variance of a stream of batches."""
 
-    def __init__(self, shape: tuple[int, ...] = (), add_up: AddUp | None = None) -> None:
+    def __init__(self, shape: tuple[int, ...] = ()) -> None:
         self.mean = np.zeros(shape)
         self.var = np.ones(shape)
         self.count = 1e-4  # a trace of a prior of mean 0 and variance 1, which the first batch outweighs
-        self.add_up = add_up
 
     def update(self, batch: np.ndarray) -> None:
         """Absorb `batch` (batch_size, *shape)."""
         deviations = np.asarray(batch, np.float64) - self.mean  # squares of float32 overflow at 2e19
         sums, squares = np.add.reduce(deviations, 0), np.add.reduce(deviations * deviations, 0)
-        size = float(len(deviations))
-        if self.add_up is not None:
-            moments = self.add_up(np.concatenate([np.ravel(sums), np.ravel(squares), [size]]))
-            (sums, squares), size = moments[:-1].reshape(2, *self.mean.shape), float(moments[-1])
-        total = self.count + size
+        total = self.count + len(deviations)
         shift = sums / total
         self.var = (self.var * self.count + squares) / total - shift * shift
         self.mean, self.count = self.mean + shift, total
@@ -67,7 +59,6 @@ class NormalizeObservation(VectorWrapper):
         training: bool = True,
         clip: float = 10.0,
         epsilon: float = 1e-8,
-        add_up: AddUp | None = None,
     ) -> None:
         super().__init__(env)
         shape = env.single_observation_space.shape
@@ -75,7 +66,7 @@ class NormalizeObservation(VectorWrapper):
             raise TypeError(f"NormalizeObservation needs Box observations, not {env.single_observation_space}.")
         self.single_observation_space = spaces.Box(-clip, clip, shape, np.float32)
         self.observation_space = spaces.Box(-clip, clip, (self.num_envs, *shape), np.float32)
-        self.statistics = RunningMeanStd(shape, add_up) if statistics is None else statistics
+        self.statistics = RunningMeanStd(shape) if statistics is None else statistics
         self.training, self.clip, self.epsilon = training, clip, epsilon
 
     def normalize(self, obs: np.ndarray) -> np.ndarray:
@@ -116,14 +107,12 @@ class NormalizeReward(VectorWrapper):
     gamma of training, or the scale is that of another problem. For SAME_STEP only, where every step is a transition.
     """
 
-    def __init__(
-        self, env: VectorEnv, gamma: float, clip: float = 10.0, epsilon: float = 1e-8, add_up: AddUp | None = None
-    ) -> None:
+    def __init__(self, env: VectorEnv, gamma: float, clip: float = 10.0, epsilon: float = 1e-8) -> None:
         super().__init__(env)
         if env.metadata.get("autoreset_mode") is not AutoresetMode.SAME_STEP:
             raise ValueError("NormalizeReward needs environments with autoreset_mode=AutoresetMode.SAME_STEP.")
         self.gamma, self.clip, self.epsilon = gamma, clip, epsilon
-        self.statistics = RunningMeanStd(add_up=add_up)
+        self.statistics = RunningMeanStd()
         self.returns = np.zeros(self.num_envs)
 
     def reset(self, *, seed=None, options=None):

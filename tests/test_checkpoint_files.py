@@ -220,18 +220,6 @@ def test_a_run_is_neither_overwritten_nor_hurt_by_a_refused_resume(script: Modul
     assert run(logdir=logdir, resume=True, total_timesteps=steps)["global_step"] == steps
 
 
-def test_runs_begun_in_the_same_second_have_folders_of_their_own(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(script.time, "strftime", lambda text: "20250101-000000")
-    args = tiny_args(script, tmp_path)
-    for _ in range(2):
-        args.logdir = None
-        script.train(args)
-    assert len(list(Path("runs").glob("*/latest.pt"))) == 2
-
-
 def test_files_that_cannot_be_written_end_in_one_sentence(
     script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

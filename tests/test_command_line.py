@@ -167,7 +167,6 @@ OWN = {
     "ppo_continuous_mujoco": {
         "--gamma 1": "--average-reward-rate",
         "--average-reward-rate 0.1": "--no-norm-reward",
-        "--time-scaled-reward": "--no-norm-reward",
         "--hidden-sizes 0": "--hidden-sizes",
         "--hidden-sizes -3 64": "--hidden-sizes",
         "--log-std-init nan": "--log-std-init",

@@ -5,8 +5,10 @@ After a change of the script that moves a place: apply the old diff by hand to a
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -18,7 +20,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import COMMON, ROOT, columns, load_script
+from tests.conftest import COMMON, ROOT, assert_same, columns, fork, load_script, rows, tiny_flags, wait, wait_until
+from tests.test_subproc_faults import is_alive
 
 PAGE = ROOT / "docs" / "copying.md"
 DIFFS = sorted((ROOT / "docs" / "copies").glob("*.diff"))
@@ -26,11 +29,11 @@ TINY: dict[str, Any] = COMMON | {"env_id": "Reacher-v5", "num_envs": 4, "num_ste
                                 "total_timesteps": 512, "reset_steps": 10, "hidden_sizes": (8, 8)}  # fmt: skip
 
 
-def copy_with(recipe: str, folder: Path) -> ModuleType:
+def copy_with(recipe: str, folder: Path, original: str = "ppo_continuous_mujoco.py") -> ModuleType:
     """A copy of the script in `folder`, changed by docs/copies/{recipe}.diff, as a module."""
-    shutil.copyfile(ROOT / "ppo_continuous_mujoco.py", folder / "copy.py")
+    shutil.copyfile(ROOT / original, folder / "my_copy.py")
     subprocess.run(["git", "apply", ROOT / "docs" / "copies" / f"{recipe}.diff"], cwd=folder, check=True)
-    return load_script((folder / "copy.py").rename(folder / f"copy_{recipe}.py"))
+    return load_script((folder / "my_copy.py").rename(folder / f"copy_{recipe}.py"))
 
 
 def train(script: ModuleType, logdir: Path, **values: Any) -> tuple[dict[str, Any], dict[str, list[float]]]:
@@ -157,6 +160,51 @@ def test_the_copy_for_discrete_actions_learns_to_balance(tmp_path: Path) -> None
     assert result["mean_return"] > 400
     assert min(script.play(script.PlayArgs(logdir=run, episodes=2, stochastic=True))) > 100
     assert script.main(["--env-id", "HalfCheetah-v5", "--logdir", str(tmp_path / "other")]) == 2
+
+
+def test_two_processes_learn_as_one_end_together_and_go_on_exactly(tmp_path: Path) -> None:
+    """Under torchrun. What a power cut leaves after the first update is resumed and becomes the unbroken run."""
+    script, output = copy_with("two_processes", tmp_path), tmp_path / "output.txt"
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+
+    def start(logdir: Path, *more: str) -> int:
+        argv = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", script.__file__]
+        argv += tiny_flags(script, logdir, env_id="Reacher-v5", update_epochs=1, total_timesteps=10**7)
+        variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        return fork(lambda: os.execve(sys.executable, [*argv, *more], variables), output)
+
+    def wait_for(pid: int, logdir: Path, updates: int) -> list[int]:
+        """Wait until both processes have logged so many; returns their ids."""
+        wait_until(pid, lambda: min(rows(logdir), rows(logdir / "rank_1")) >= updates, output)
+        return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+    pid = start(whole)
+    wait_for(pid, whole, 2)
+    shutil.copytree(whole, cut)
+    processes = wait_for(pid, whole, 10)
+    os.kill(pid, signal.SIGTERM)
+    wait(pid, 60)
+    pid = start(cut, "--resume")
+    processes += wait_for(pid, cut, 10)
+    os.kill(processes[-1], signal.SIGKILL)
+    assert wait(pid, 60) != 0
+    assert len(processes) == 4
+    assert not any(map(is_alive, processes))
+
+    one, other = (script.load(whole / folder / "latest.pt") for folder in (".", "rank_1"))
+    assert one["run"]["rollouts"] == other["run"]["rollouts"] == rows(whole)
+    assert_same([one["agent"], one["adam"]], [other["agent"], other["adam"]])
+    assert not torch.equal(torch.as_tensor(one["obs"]), torch.as_tensor(other["obs"]))
+    assert script.load(cut / "latest.pt")["run"]["rollouts"] == 1
+    for folder in (".", "rank_1"):
+        for name, values in columns(whole / folder).items():
+            if name != "time/sps":
+                assert_same(columns(cut / folder)[name][:10], values[:10], name)
+
+
+def test_two_processes_are_for_a_copy_of_the_mario_script_too(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        copy_with("two_processes", tmp_path, "ppo_atari_mario.py").main(["--help"])
 
 
 def test_an_environment_with_its_own_state_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,21 +60,6 @@ def test_the_prior_fades_at_once_and_squares_are_summed_in_double(batch: Any, me
     np.testing.assert_allclose([*running.mean, *running.var], [mean, var], rtol=2e-3)
 
 
-def test_processes_that_share_their_batches_have_the_statistics_of_all() -> None:
-    def add_up(message: np.ndarray) -> np.ndarray:
-        """Sums of deviations and of their squares, and number; plus those of another process that saw `theirs`."""
-        deviations = theirs - together.mean
-        return message + np.concatenate([deviations.sum(0).ravel(), (deviations**2).sum(0).ravel(), [len(theirs)]])
-
-    together, alone = RunningMeanStd((2, 3), add_up), RunningMeanStd((2, 3))
-    for batch in np.random.default_rng(0).normal(3.0, 2.0, (20, 8, 2, 3)):
-        theirs = batch[3:]
-        together.update(batch[:3])
-        alone.update(batch)
-    for name, value in alone.get_state().items():
-        np.testing.assert_allclose(together.get_state()[name], value, rtol=1e-12)
-
-
 # ---- observations ---------------------------------------------------------------------------------------------------
 
 

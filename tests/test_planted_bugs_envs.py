@@ -66,10 +66,9 @@ BUGS = {
 def package(tmp_path: Path) -> Iterator[Path]:
     """A copy of `envs`, importable as `envs_with_bug`."""
     folder = tmp_path / "envs_with_bug"
-    folder.mkdir()
-    for name in ("__init__", "state", "subproc_vec_env", "_subproc_worker", "_worker_pool", "_shared_memory"):
-        text = (ENVS / f"{name}.py").read_text()
-        (folder / f"{name}.py").write_text(text.replace("from envs", "from envs_with_bug"))
+    shutil.copytree(ENVS, folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for path in folder.glob("*.py"):
+        path.write_text(path.read_text().replace("from envs", "from envs_with_bug"))
     sys.path.insert(0, str(tmp_path))
     yield folder
     sys.path.remove(str(tmp_path))
