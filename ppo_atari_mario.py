@@ -158,15 +158,15 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         self.batch_size = self.num_envs * self.num_steps
         self.num_updates = self.total_timesteps // self.batch_size
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
-        split = self.batch_size % self.num_minibatches == 0
-        large = self.batch_size > self.num_minibatches or self.norm_adv != "minibatch"
+        minibatches = self.num_minibatches
+        large = self.batch_size > minibatches or self.norm_adv != "minibatch"
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
-        require(split, f"--num-minibatches {self.num_minibatches} does not divide {batch}.")
+        require(self.batch_size % minibatches == 0, f"--num-minibatches {minibatches} does not divide {batch}.")
         require(large, "Minibatches of one transition need --norm-adv none.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         require(self.device == "cpu" or torch.cuda.is_available(), f"--device {self.device} is not available here.")
-        growth = f"--minibatch-growth {self.minibatch_growth} does not divide --num-minibatches {self.num_minibatches}."
-        require(self.num_minibatches % self.minibatch_growth == 0, growth)
+        growth = self.minibatch_growth
+        require(minibatches % growth == 0, f"--minibatch-growth {growth} does not divide {minibatches} minibatches.")
         is_game = self.env_id.startswith(("Mario-", "ALE/")) and ":" not in self.env_id
         require(is_game, f"There is no {self.env_id}: try Mario-1-1, Mario-1-1,2-1, Mario-random or ALE/Breakout-v5.")
         if self.env_id.startswith("Mario-"):  # a policy belongs to the emulator that it has learnt on

@@ -134,16 +134,15 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         self.batch_size = self.num_envs * self.num_steps
         self.num_updates = self.total_timesteps // self.batch_size
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
-        split = self.batch_size % self.num_minibatches == 0
-        large = self.batch_size > self.num_minibatches or self.norm_adv != "minibatch"
+        minibatches = self.num_minibatches
+        large = self.batch_size > minibatches or self.norm_adv != "minibatch"
         average = self.average_reward_rate is not None
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
-        require(split, f"--num-minibatches {self.num_minibatches} does not divide {batch}.")
+        require(self.batch_size % minibatches == 0, f"--num-minibatches {minibatches} does not divide {batch}.")
         require(large, "Minibatches of one transition need --norm-adv none.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         require(self.device == "cpu" or torch.cuda.is_available(), f"--device {self.device} is not available here.")
         require(self.gamma < 1 or average, "--gamma 1 makes values infinite; try --average-reward-rate 0.1.")
-        require(not (average and self.norm_reward), "--average-reward-rate needs --no-norm-reward.")
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -126,6 +126,7 @@ SUITES: dict[str, Suite] = {
         {"ThreeQueue, average reward": QUEUES,
          "ThreeQueue, average reward, gradients not clipped": f"{QUEUES} --max-grad-norm None",
          "ThreeQueue, average reward, the critic ten times as fast": f"{QUEUES} --critic-learning-rate 0.003",
+         "ThreeQueue, average reward, reward / spread of returns": f"{QUEUES} --norm-reward",
          "ThreeQueue, average reward, reward / step in the episode": f"{QUEUES} --time-scaled-reward",
          "ThreeQueue, discount 0.99": f"{QUEUES} {DISCOUNTED} 0.99",
          "ThreeQueue, discount 0.99, reward / spread of returns": f"{QUEUES} {DISCOUNTED} 0.99 --norm-reward",

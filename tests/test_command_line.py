@@ -166,7 +166,6 @@ FILES = {  # that are missing: exit code 1
 OWN = {
     "ppo_continuous_mujoco": {
         "--gamma 1": "--average-reward-rate",
-        "--average-reward-rate 0.1": "--no-norm-reward",
         "--hidden-sizes 0": "--hidden-sizes",
         "--hidden-sizes -3 64": "--hidden-sizes",
         "--log-std-init nan": "--log-std-init",
