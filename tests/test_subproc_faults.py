@@ -425,7 +425,7 @@ def test_a_forked_child_that_drops_it_leaves_the_workers_alone() -> None:
 def run_script(body: str, env: Any, context: str) -> None:
     """Make `envs` with 3 workers in a thread, which they must outlive, print their ids, and run `body`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits "ignore SIGINT"
-    multiprocessing.current_process()._config["semprefix"] = os.environ["SEMPREFIX"]  # type: ignore[attr-defined]
+    multiprocessing.current_process()._config["semprefix"] = os.environ["SEMPREFIX"]
     made: list[SubprocVecEnv] = []
     thread = threading.Thread(target=lambda: made.append(SubprocVecEnv([env] * 6, 3, context=context)))
     thread.start()
