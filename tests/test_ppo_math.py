@@ -25,17 +25,7 @@ from tests import known_values  # noqa: F401  (registers KnownValues-v0)
 from tests.conftest import SPACES, Sample, column, domain, flat, gae, make_batch, make_sample, with_args
 
 
-class FakeAgent(nn.Module):
-    """What a loss asks of an agent: `policy` and `get_value`, and both at once."""
-
-    policy: Any
-    get_value: Any
-
-    def forward(self, obs: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        return self.policy(obs), self.get_value(obs)
-
-
-class TableAgent(FakeAgent):
+class TableAgent(nn.Module):
     """An agent whose log pi(a|s), V(s) and entropy are free numbers, one of each for each observation 0, 1, 2, ..."""
 
     def __init__(self, log_probs: torch.Tensor, values: torch.Tensor, entropies: torch.Tensor) -> None:
@@ -48,6 +38,9 @@ class TableAgent(FakeAgent):
 
     def get_value(self, obs: torch.Tensor) -> torch.Tensor:
         return self.values[obs]
+
+    def forward(self, obs: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        return self.policy(obs), self.get_value(obs)
 
 
 def table_loss(
