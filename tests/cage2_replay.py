@@ -1,19 +1,13 @@
 """Replay recordings of the real CybORG 2.1 on our simulator and count every difference.
 
-    python -m tests.cage2_replay ../shared/cage2/traces
-
 Each recorded step's random outcomes (Green's target, red's choice of target and exploit, detection, escalated
-session) are injected with Blue's action; everything else must follow. One line per file: values compared and
-mismatches for each array. "red_choice" counts whether the recorded red action is one that our red agent could
-have chosen, and "red_stage" B_line's stage counter, "draw_rates" whether detection, choice of exploit and
-Green's rest came about as often as our probabilities say. Exit code 1 on any mismatch, 2 when there is
-nothing to replay.
+session) are injected with Blue's action; everything else must follow. "red_choice" counts whether the recorded red
+action is one that our red agent could have chosen, and "red_stage" B_line's stage counter, "draw_rates" whether
+detection, choice of exploit and Green's rest came about as often as our probabilities say.
 """
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
@@ -30,7 +24,6 @@ ARRAYS = (
     "n_vsftpd", "malware", "red_options", "red_known_ip", "ot_known", "ot_up", "red_choice", "red_stage",
     "draw_rates",
 )  # fmt: skip
-RED_AGENT_OF_FILE = {"bline": "b_line", "meander": "meander", "sleep": "sleep"}
 
 
 def parse_name(path: Path) -> tuple[str, bool, bool]:
@@ -38,17 +31,7 @@ def parse_name(path: Path) -> tuple[str, bool, bool]:
     parts = path.stem.split("_")
     leaderboard = parts[0] == "lb"
     red, green = parts[leaderboard : leaderboard + 2]
-    if red not in RED_AGENT_OF_FILE or green not in ("green", "nogreen"):
-        raise ValueError(f"{path.name} is not named [lb_]bline|meander|sleep_green|nogreen_<blue policy>.npz.")
-    return RED_AGENT_OF_FILE[red], green == "green", leaderboard
-
-
-def recorded_tape(trace: dict[str, np.ndarray], step: int, state: ModuleType) -> np.ndarray:
-    """The recorded outcomes of one step as a tape (N, 6)."""
-    tape = np.full((len(trace["blue_action"]), state.NUM_DRAWS), state.FREE, np.int8)
-    for slot, name in enumerate(state.DRAW_NAMES[:-1]):  # the red agent is drawn between episodes
-        tape[:, slot] = trace[name][:, step]
-    return tape
+    return red.replace("bline", "b_line"), {"green": True, "nogreen": False}[green], leaderboard
 
 
 def hidden_state(
@@ -89,20 +72,19 @@ class DrawRates:
     def add(self, states: np.ndarray) -> None:
         """Take in the outcomes of one step (N,)."""
         outcome = {name: states["draws"][:, i] for i, name in enumerate(self.modules.state.DRAW_NAMES)}
-        self._count("green_target", states["green"] == 1, outcome["green_target"] >= 0)
-        self._count("red_detect", outcome["red_detect"] >= 0, outcome["red_detect"] == 1)
-        chosen = np.flatnonzero(outcome["red_exploit"] >= 0)
-        ports = states["ports"][chosen, states["red_target"][chosen]]
-        best = np.array([self._best_exploit(int(listed)) for listed in ports], np.int64)
-        self._count("red_exploit", np.ones(chosen.size, bool), outcome["red_exploit"][chosen] == best)
-
-    def _count(self, name: str, made: np.ndarray, happened: np.ndarray) -> None:
-        self.total[name] += int(np.count_nonzero(made))
-        self.count[name] += int(np.count_nonzero(made & happened))
+        ports = states["ports"][np.arange(len(states)), states["red_target"]]
+        best = np.array([self._best_exploit(int(listed)) for listed in ports])
+        for name, made, happened in (
+            ("green_target", states["green"] == 1, outcome["green_target"] >= 0),
+            ("red_detect", outcome["red_detect"] >= 0, outcome["red_detect"] == 1),
+            ("red_exploit", outcome["red_exploit"] >= 0, outcome["red_exploit"] == best),
+        ):
+            self.total[name] += int(np.count_nonzero(made))
+            self.count[name] += int(np.count_nonzero(made & happened))
 
     def _best_exploit(self, ports: int) -> int:
         options = int(self.modules.rules.exploit_options(ports))
-        return next(int(x) for x in self.modules.scenario.BEST_EXPLOITS_FIRST if options >> int(x) & 1)
+        return next((int(x) for x in self.modules.scenario.BEST_EXPLOITS_FIRST if options >> int(x) & 1), -1)
 
     def result(self) -> tuple[int, int]:
         """Kinds of draws compared, and those five standard deviations off (by chance once in 2 million)."""
@@ -149,7 +131,10 @@ def replay(
         compare(obs_name, obs, trace[obs_name][:, 0])
         for t in range(num_steps):
             actions = trace["blue_action"][:, t].astype(np.int64)
-            rewards, _ = modules.simulator.step(states, actions, recorded_tape(trace, t, modules.state), obs)
+            tape = np.full((num_envs, modules.state.NUM_DRAWS), modules.state.FREE, np.int8)
+            for slot, name in enumerate(modules.state.DRAW_NAMES[:-1]):  # the red agent is drawn between episodes
+                tape[:, slot] = trace[name][:, t]
+            rewards, _ = modules.simulator.step(states, actions, tape, obs)
             compare(obs_name, obs, trace[obs_name][:, t + 1])
             if wrapper == "challenge":
                 for name, pair in hidden_state(states, rewards, trace, t, red_agent, modules.rules).items():
@@ -161,25 +146,3 @@ def replay(
         if stop_at_first and any(wrong.values()):
             break
     return {name: (compared[name], wrong[name]) for name in ARRAYS}
-
-
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description="Replay recordings of the real CybORG on our simulator.")
-    parser.add_argument("directory", type=Path, help="folder of .npz recordings")
-    directory = parser.parse_args(argv).directory
-    paths = sorted(directory.glob("*.npz"))
-    if not paths:
-        print(f"There is no .npz recording in {directory}; name a folder like ../shared/cage2/traces.", file=sys.stderr)
-        return 2
-    total = np.zeros(2, int)
-    for path in paths:
-        counts = replay(path)
-        total += np.sum(list(counts.values()), axis=0)
-        columns = "  ".join(f"{name} {compared}/{wrong}" for name, (compared, wrong) in counts.items())
-        print(f"{path.stem}: {columns}", flush=True)
-    print(f"{len(paths)} files (compared/mismatches): {total[0]} compared, {total[1]} mismatches")
-    return 1 if total[1] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from typing import Any
 
 import gymnasium
@@ -153,5 +152,3 @@ CLASSES = {"KnownValues": KnownValuesEnv, "Target": TargetEnv, "Poison": PoisonE
            "WholeNumbers": WholeNumbersEnv, "Dict": DictEnv}  # fmt: skip
 for _name, _class in CLASSES.items():
     gymnasium.register(f"{_name}-v0", entry_point=_class)
-for _what, _value in itertools.product(("reward", "obs"), (np.nan, np.inf)):
-    gymnasium.register(f"Poison-{_what}-{_value}-v0", entry_point=PoisonEnv, kwargs={"what": _what, "value": _value})

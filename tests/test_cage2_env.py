@@ -233,72 +233,56 @@ def test_a_restored_run_continues_bit_for_bit_in_batch_and_single() -> None:
 # ---- bad input ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"num_envs": 0}, "num_envs must be a whole number of at least 1, but it is 0."),
-        ({"num_envs": 2.5}, "num_envs must be a whole number of at least 1, but it is 2.5."),
-        ({"max_steps": 0}, "max_steps must be a whole number of at least 1, but it is 0."),
-        ({"red_agent": "bline"}, "There is no red agent 'bline'; choose from b_line, meander, sleep."),
-        ({"red_agent": {"b_line": 0.5, "meander": 0.6}}, "must be >= 0 and sum to 1, but"),
-        ({"red_agent": {"b_line": 1.5, "meander": -0.5}}, "must be >= 0 and sum to 1, but"),
-        ({"version": "2.1"}, "There is no version '2.1'; choose from head, leaderboard."),
-        ({"wrapper": "Cardiff"}, "There is no wrapper 'Cardiff'; choose from challenge, cardiff."),
-        ({"render_mode": "depth"}, "There is no render mode 'depth'; choose from ansi, rgb_array, human, or None."),
-        ({"seed": -1}, "seed must be a whole number >= 0"),
-    ],
-)
-def test_bad_settings_get_one_clear_sentence(kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)) as error:
-        Cage2VecEnv(**kwargs)
-    assert str(error.value).count("\n") == 0
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        *(({"seed": seed}, "seed must be a whole number >= 0 or 2 of") for seed in (1.5, -1, [1], [1, 2.5], "abc")),
-        ({"options": {"reset_mask": np.array([True, False])}}, "reset_mask"),
-        ({"options": {"red_agent": "nobody"}}, "but it is 'nobody'"),
-        ({"options": {"red_agent": ["sleep"]}}, "a list of 2 of them"),
-    ],
-)
-def test_bad_resets_get_one_clear_sentence(kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Cage2VecEnv(2).reset(**kwargs)
-
-
 IMPOSSIBLE = simulator.free_tape(2)
 IMPOSSIBLE[1, DRAW_NAMES.index("red_target")] = USER0  # B_line begins with one of User1 to User4
+SEED = "seed must be a whole number >= 0"
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("make", {"num_envs": 0}, "num_envs must be a whole number of at least 1, but it is 0."),
+    ("make", {"num_envs": 2.5}, "num_envs must be a whole number of at least 1, but it is 2.5."),
+    ("make", {"max_steps": 0}, "max_steps must be a whole number of at least 1, but it is 0."),
+    ("make", {"red_agent": "bline"}, "There is no red agent 'bline'; choose from b_line, meander, sleep."),
+    ("make", {"red_agent": {"b_line": 0.5, "meander": 0.6}}, "must be >= 0 and sum to 1, but"),
+    ("make", {"red_agent": {"b_line": 1.5, "meander": -0.5}}, "must be >= 0 and sum to 1, but"),
+    ("make", {"version": "2.1"}, "There is no version '2.1'; choose from head, leaderboard."),
+    ("make", {"wrapper": "Cardiff"}, "There is no wrapper 'Cardiff'; choose from challenge, cardiff."),
+    ("make", {"render_mode": "depth"}, "There is no render mode 'depth'; choose from ansi, rgb_array, human, or None."),
+    ("make", {"seed": -1}, SEED),
+    *(("reset", {"seed": seed}, f"{SEED} or 2 of") for seed in (1.5, -1, [1], [1, 2.5], "abc")),
+    ("reset", {"options": {"reset_mask": np.array([True, False])}}, "reset_mask"),
+    ("reset", {"options": {"red_agent": "nobody"}}, "but it is 'nobody'"),
+    ("reset", {"options": {"red_agent": ["sleep"]}}, "a list of 2 of them"),
+    ("step", {"actions": [0, 145]}, "The action of environment 1 is 145, but must be in 0..144."),
+    ("step", {"actions": [-1, 0]}, "The action of environment 0 is -1, but must be in 0..144."),
+    ("step", {"actions": [0, 0, 0]}, "must be whole numbers of shape (2,), but they are int64 of shape (3,)."),
+    ("step", {"actions": [0.0, 1.0]}, "but they are float64 of shape (2,)."),
+    ("step", {"actions": 5}, "but they are int64 of shape ()."),
+    ("step", {"draws": np.zeros((2, 5), int)}, "shape (2, 5)"),
+    ("step", {"draws": np.zeros((2, 6))}, "float64"),
+    ("step", {"draws": np.full((2, 6), 13)}, "must lie in -2..12"),
+    ("step", {"draws": np.full((2, 6), 3)}, "red agents below 3"),
+    ("step", {"draws": IMPOSSIBLE}, "'red_target': 8"),
+]
 
 
-@pytest.mark.parametrize(
-    ("actions", "draws", "message"),
-    [
-        ([0, 145], None, r"The action of environment 1 is 145, but must be in 0\.\.144\."),
-        ([-1, 0], None, r"The action of environment 0 is -1, but must be in 0\.\.144\."),
-        ([0, 0, 0], None, r"must be whole numbers of shape \(2,\), but they are int64 of shape \(3,\)\."),
-        ([0.0, 1.0], None, r"but they are float64 of shape \(2,\)\."),
-        (5, None, r"but they are int64 of shape \(\)\."),
-        (SLEEP, np.zeros((2, 5), int), r"shape \(2, 6\).*shape \(2, 5\)"),
-        (SLEEP, np.zeros((2, 6)), "float64"),
-        (SLEEP, np.full((2, 6), 13), r"must lie in -2\.\.12"),
-        (SLEEP, np.full((2, 6), 3), "red agents below 3"),
-        (SLEEP, IMPOSSIBLE, r"In environment 1, .*'red_target': 8"),
-    ],
-)
-def test_bad_actions_and_draws_get_one_clear_sentence_and_change_nothing(
-    actions: Any, draws: np.ndarray | None, message: str
+@pytest.mark.parametrize(("method", "kwargs", "message"), REFUSED)
+def test_bad_input_gets_one_clear_sentence_and_changes_nothing(
+    method: str, kwargs: dict[str, Any], message: str
 ) -> None:
     env = begun(2, "b_line")
     env.step(SLEEP)
     before = env.get_state()
-    with pytest.raises(ValueError, match=message):
-        env.step(np.array(actions), draws)
+    calls: dict[str, Callable[..., Any]] = {
+        "make": Cage2VecEnv,
+        "reset": env.reset,
+        "step": lambda actions=SLEEP, draws=None: env.step(np.array(actions), draws),
+    }
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        calls[method](**kwargs)
+    assert str(error.value).count("\n") == 0
     assert_same(env.get_state(), before)
 
 
-def test_what_does_not_fit_is_refused() -> None:
+def test_what_does_not_fit_or_is_outside_an_episode_is_refused() -> None:
     with pytest.raises(ValueError, match=re.escape("in 0..144, but it is 145")):
         begun_single(max_steps=1).step(145)
     with pytest.raises(ValueError, match="does not fit 3 CAGE2 environments"):
@@ -306,19 +290,10 @@ def test_what_does_not_fit_is_refused() -> None:
     for wrapper in (partial(Memory, memory=True), WorkflowEnv):
         with pytest.raises(ValueError, match="restart in the last step of an episode"):
             wrapper(SyncVectorEnv([Cage2Env]))  # they read final observations
-    for env in (Cage2Env(), Cage2VecEnv(1)):
+    single, ended, many, restored = Cage2Env(), begun_single(max_steps=1), Cage2VecEnv(2), Cage2VecEnv(2)
+    for env in (single, many):
         with pytest.raises(ValueError, match="render_mode="):
             env.render()
-
-
-def begun_single(*args: Any, **kwargs: Any) -> Cage2Env:
-    env = Cage2Env(*args, **kwargs)
-    env.reset(seed=0)
-    return env
-
-
-def test_steps_outside_an_episode_are_refused_also_after_a_restore() -> None:
-    single, ended, many, restored = Cage2Env(), begun_single(max_steps=1), Cage2VecEnv(2), Cage2VecEnv(2)
     ended.step(0)
     restored.set_state(many.get_state())
     for env, action in ((single, 0), (ended, 0), (many, SLEEP), (restored, SLEEP)):
@@ -326,6 +301,12 @@ def test_steps_outside_an_episode_are_refused_also_after_a_restore() -> None:
             env.step(action)  # type: ignore[attr-defined]
     restored.set_state(begun(2).get_state())
     restored.step(SLEEP)
+
+
+def begun_single(*args: Any, **kwargs: Any) -> Cage2Env:
+    env = Cage2Env(*args, **kwargs)
+    env.reset(seed=0)
+    return env
 
 
 # ---- invariants -----------------------------------------------------------------------------------------------------

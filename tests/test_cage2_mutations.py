@@ -23,30 +23,20 @@ MODULES = ("scenario", "state", "rules", "red_agents", "outcome", "simulator")  
 class Mutant(NamedTuple):
     old: str  # text that stands once in the modules
     new: str  # what stands there instead
-    recording: str  # that shows it
+    recording: str = "bline_nogreen_reduced"  # that shows it
 
 
 MUTANTS = {
-    "EternalBlue works on Enterprise1": Mutant(
-        "GENUINE[BLUE_KEEP, _server] = PRIVILEGED_SHELL",
-        "GENUINE[[BLUE_KEEP, ETERNAL_BLUE], _server] = PRIVILEGED_SHELL",
-        "bline_nogreen_reduced",
-    ),
+    "EternalBlue works on Enterprise1": Mutant("[BLUE_KEEP, _server]", "[[BLUE_KEEP, ETERNAL_BLUE], _server]"),
     "BlueKeep works on User3": Mutant(
-        "GENUINE[SQL_INJECTION, USER4] = PRIVILEGED_SHELL",
-        "GENUINE[SQL_INJECTION, USER4] = GENUINE[BLUE_KEEP, USER3] = PRIVILEGED_SHELL",
-        "bline_nogreen_react",
+        "[SQL_INJECTION, USER4] =", "[SQL_INJECTION, USER4] = GENUINE[BLUE_KEEP, USER3] =", "bline_nogreen_react"
     ),
     "an account of Defender can be guessed": Mutant(
-        "GENUINE[SSH_BRUTE_FORCE, DEFENDER] = SSH_REFUSED",
-        "GENUINE[SSH_BRUTE_FORCE, DEFENDER] = SSH_SESSION",
-        "meander_nogreen_react",
+        "DEFENDER] = SSH_REFUSED", "DEFENDER] = SSH_SESSION", "meander_nogreen_react"
     ),
-    "Vsftpd opens port 21": Mutant('Decoy("Vsftpd", 21, 80,', 'Decoy("Vsftpd", 21, 21,', "bline_nogreen_reduced"),
-    "Vsftpd does not stack": Mutant("e.num_vsftpd[host] += 1", "e.num_vsftpd[host] = 1", "bline_nogreen_reduced"),
-    "Femitter runs on Linux": Mutant(
-        '"Femitter", 21, 21, WINDOWS', '"Femitter", 21, 21, ANY_OS', "bline_nogreen_random"
-    ),
+    "Vsftpd opens port 21": Mutant('Decoy("Vsftpd", 21, 80,', 'Decoy("Vsftpd", 21, 21,'),
+    "Vsftpd does not stack": Mutant("e.num_vsftpd[host] += 1", "e.num_vsftpd[host] = 1"),
+    "Femitter runs on Linux": Mutant("21, 21, WINDOWS", "21, 21, ANY_OS", "bline_nogreen_random"),
     "User3 and User4 lead to Enterprise1": Mutant(
         "= ENTERPRISE1, ENTERPRISE1, ENTERPRISE0, ENTERPRISE0",
         "= ENTERPRISE0, ENTERPRISE0, ENTERPRISE1, ENTERPRISE1",
@@ -55,58 +45,38 @@ MUTANTS = {
     "Green scans no Enterprise2": Mutant(
         "USER4, ENTERPRISE0, ENTERPRISE1, ENTERPRISE2)", "USER4, ENTERPRISE0, ENTERPRISE1)", "bline_green_random"
     ),
-    "a privileged User0 costs 0.1": Mutant(
-        "1, 1, 1, 10, 0, 1, 1, 1, 1]", "1, 1, 1, 10, 1, 1, 1, 1, 1]", "sleep_green_random"
-    ),
+    "a privileged User0 costs 0.1": Mutant("10, 0, 1, 1, 1, 1]", "10, 1, 1, 1, 1, 1]", "sleep_green_random"),
     "Restore is free": Mutant("RESTORE_COST = 10", "RESTORE_COST = 0", "bline_nogreen_react"),
-    "Restore leaves decoys standing": Mutant("    e.decoys[host] = 0\n", "", "bline_nogreen_reduced"),
-    "Restore leaves malware": Mutant("    e.malware[host] = False\n", "", "bline_nogreen_reduced"),
-    "Restore clears red's port list": Mutant(
-        "e.restored[host] = True", "e.restored[host] = True\n    e.ports[host] = 0", "bline_nogreen_reduced"
-    ),
+    "Restore leaves decoys standing": Mutant("    e.decoys[host] = 0\n", ""),
+    "Restore leaves malware": Mutant("    e.malware[host] = False\n", ""),
+    "Restore clears red's port list": Mutant("restored[host] = True", "restored[host] = True\n    e.ports[host] = 0"),
     "Restore ends the foothold on User0": Mutant(
         "= 1 if host == USER0 else 0\n    e.decoys", "= 0\n    e.decoys", "bline_nogreen_random"
     ),
-    "Impact works after a Restore of Op_Server0": Mutant("if e.ot_pid_known:", "if True:", "bline_nogreen_reduced"),
+    "Impact works after a Restore of Op_Server0": Mutant("if e.ot_pid_known:", "if True:"),
     "Remove ends SSH sessions too": Mutant(
-        "e.sessions[host, REMOVABLE] = 0\n    if e.compromised",
-        "e.sessions[host, :2] = 0\n    if e.compromised",
-        "bline_nogreen_reduced",
+        "e.sessions[host, REMOVABLE] = 0\n    if e.compromised", "e.sessions[host, :2] = 0\n    if e.compromised"
     ),
-    "Remove marks the host clean": Mutant(
-        "e.compromised[host] = SUSPECT", "e.compromised[host] = CLEAN", "bline_nogreen_reduced"
-    ),
-    "SSH sessions can be removed": Mutant(
-        "e.sessions[host, OTHER_USER] += 1\n    else:\n        record_events",
-        "e.sessions[host, REMOVABLE] += 1\n    else:\n        record_events",
-        "bline_nogreen_reduced",
-    ),
+    "Remove marks the host clean": Mutant("e.compromised[host] = SUSPECT", "e.compromised[host] = CLEAN"),
+    "SSH sessions can be removed": Mutant("OTHER_USER] += 1\n    else:", "REMOVABLE] += 1\n    else:"),
     "undetected shells can be removed": Mutant(
-        "e.sessions[host, OTHER_USER] += 1\n    e.malware",
-        "e.sessions[host, REMOVABLE] += 1\n    e.malware",
-        "meander_nogreen_reduced",
+        "OTHER_USER] += 1\n    e.malware", "REMOVABLE] += 1\n    e.malware", "meander_nogreen_reduced"
     ),
     "an SSHD decoy answers twice": Mutant("10 if exploit == SSH_BRUTE_FORCE else 2", "2", "bline_nogreen_targeted"),
-    "escalation needs no file": Mutant(
-        "e.sessions[host, PRIVILEGED] += 1\n        e.malware[host] = True",
-        "e.sessions[host, PRIVILEGED] += 1",
-        "bline_nogreen_reduced",
-    ),
+    "escalation needs no file": Mutant("PRIVILEGED] += 1\n        e.malware[host] = True", "PRIVILEGED] += 1"),
     "User0 routes to Operational": Mutant(
-        "for host in (ENTERPRISE0, ENTERPRISE1, ENTERPRISE2):",
-        "for host in (ENTERPRISE0, ENTERPRISE1, ENTERPRISE2, USER0):",
+        "(ENTERPRISE0, ENTERPRISE1, ENTERPRISE2):",
+        "(ENTERPRISE0, ENTERPRISE1, ENTERPRISE2, USER0):",
         "bline_nogreen_targeted",
     ),
-    "leaderboard port lists on HEAD": Mutant("if e.leaderboard:", "if True:", "bline_nogreen_reduced"),
+    "leaderboard port lists on HEAD": Mutant("if e.leaderboard:", "if True:"),
     "HEAD port lists on the leaderboard": Mutant("if e.leaderboard:", "if False:", "lb_bline_nogreen_reduced"),
-    "Haraka is gone after a Restore on HEAD": Mutant(
-        "if e.leaderboard and exploit == HARAKA_RCE", "if exploit == HARAKA_RCE", "bline_nogreen_reduced"
-    ),
+    "Haraka is gone after a Restore on HEAD": Mutant("if e.leaderboard and exploit", "if exploit"),
     "Haraka stays after a Restore on the leaderboard": Mutant(
         "if e.leaderboard and exploit == HARAKA_RCE", "if False and exploit == HARAKA_RCE", "lb_bline_nogreen_react"
     ),
     "B_line retries the exploit of Enterprise": Mutant(
-        "(EXPLOIT, ITS_ENTERPRISE_HOST, 2),", "(EXPLOIT, ITS_ENTERPRISE_HOST, 5),", "bline_nogreen_reduced"
+        "EXPLOIT, ITS_ENTERPRISE_HOST, 2", "EXPLOIT, ITS_ENTERPRISE_HOST, 5"
     ),
     "B_line attacks an Op_Server0 it has not found": Mutant(
         "if e.scan_was_empty and not e.op_server_attacked:", "if False:", "bline_nogreen_targeted"
@@ -116,13 +86,9 @@ MUTANTS = {
         "doubtful = e.escalated_hosts & SUBNET_HOSTS[OPERATIONAL]", "doubtful = 0", "meander_nogreen_reduced"
     ),
     "Meander scans again and again": Mutant("        e.scanned_ips |= bit(target)\n", "", "meander_nogreen_sleep"),
-    "user sessions cost too": Mutant(
-        "if privileged > 0:\n            cost", "if user + privileged > 0:\n            cost", "bline_nogreen_reduced"
-    ),
+    "user sessions cost too": Mutant("privileged > 0:\n            cost", "user + privileged > 0:\n            cost"),
     "a shell is seen before a scan": Mutant(
-        "if num_events >= 3 and num_ports >= 3:",
-        "if num_events >= 3 and num_ports >= 3 and not e.shell_seen[host]:",
-        "meander_green_react",
+        "num_ports >= 3:", "num_ports >= 3 and not e.shell_seen[host]:", "meander_green_react"
     ),
     "the Cardiff wrapper hides events behind a new decoy": Mutant(
         "if deployed and not e.cardiff:", "if deployed:", "meander_nogreen_reduced"
@@ -131,10 +97,10 @@ MUTANTS = {
         "if e.cardiff and e.events[host] == 0:", "if False:", "meander_nogreen_reduced"
     ),
     "an exploit leaves a known compromise as it was": Mutant(
-        "if activity == EXPLOITED:", "if activity == EXPLOITED and e.compromised[host] == 0:", "bline_nogreen_reduced"
+        "if activity == EXPLOITED:", "if activity == EXPLOITED and e.compromised[host] == 0:"
     ),
     "Analyse reports what red does after it": Mutant(
-        "if e.malware_found_on == host:", "if e.blue_action == 2 + host and e.malware[host]:", "bline_nogreen_reduced"
+        "if e.malware_found_on == host:", "if e.blue_action == 2 + host and e.malware[host]:"
     ),
 }
 

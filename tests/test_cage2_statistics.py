@@ -2,44 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
-from envs.cage2 import ACTION_NAMES, DRAW_NAMES, HOSTS, NUM_ACTIONS, RED_AGENTS, Cage2VecEnv
+from envs.cage2 import ACTION_NAMES, DECOYS, DRAW_NAMES, HOSTS, NUM_ACTIONS, RED_AGENTS, Cage2VecEnv
+from envs.cage2.memory import DECOY_SLOTS, REDUCED_HOSTS
 from envs.cage2.scenario import BEST_EXPLOITS_FIRST, GREEN_TARGETS
 
 EPISODES = 4000
 HORIZONS = (30, 50, 100)
 
-# ---- the four blue policies of the recordings ----------------------------------------------------------------------
-HOST_DECOYS = {
-    **dict.fromkeys((0, 7), ("HarakaSMPT", "Apache", "Tomcat", "Vsftpd")),
-    1: ("HarakaSMPT", "Tomcat", "Apache", "Vsftpd"),
-    **dict.fromkeys((2, 3), ("Femitter",)),
-    **dict.fromkeys((4, 5, 6), ("HarakaSMPT", "Tomcat")),
-    9: ("Apache", "Tomcat", "Smss", "Svchost"),
-    10: ("Femitter", "Tomcat", "Apache", "SSHD"),
-    11: ("SSHD", "Vsftpd"),
-    12: ("Vsftpd",),
+# ---- the blue policies of the recordings ----------------------------------------------------------------------------
+
+REDUCED = [0, *(block + host for block in (2, 15, 132) for host in REDUCED_HOSTS)]
+REDUCED += [ACTION_NAMES.index(f"Decoy{DECOYS[d].name} {HOSTS[h]}") for h, d in DECOY_SLOTS if h in REDUCED_HOSTS]
+POLICIES: dict[str, Callable[[int, np.random.Generator], np.ndarray]] = {
+    "sleep": lambda num_envs, rng: np.zeros(num_envs, np.int64),
+    "random": lambda num_envs, rng: rng.integers(NUM_ACTIONS, size=num_envs),
+    "reduced": lambda num_envs, rng: rng.choice(REDUCED, size=num_envs),
 }
-REDUCED_HOSTS = (0, 1, 2, 3, 7, 9, 10, 11, 12)
-DECOYS = [ACTION_NAMES.index(f"Decoy{decoy} {HOSTS[host]}") for host in REDUCED_HOSTS for decoy in HOST_DECOYS[host]]
-REDUCED = np.array([0, *(block + host for block in (2, 15, 132) for host in REDUCED_HOSTS), *DECOYS])
-
-
-def sleep(num_envs: int, rng: np.random.Generator) -> np.ndarray:
-    return np.zeros(num_envs, np.int64)
-
-
-def random(num_envs: int, rng: np.random.Generator) -> np.ndarray:
-    return rng.integers(NUM_ACTIONS, size=num_envs)
-
-
-def reduced(num_envs: int, rng: np.random.Generator) -> np.ndarray:
-    return rng.choice(REDUCED, size=num_envs)
-
-
-POLICIES = {"sleep": sleep, "random": random, "reduced": reduced}
 
 # ---- the real simulator's figures -----------------------------------------------------------------------------------
 
@@ -102,7 +85,7 @@ def test_draws_come_about_as_often_as_the_specification_says() -> None:
     b_line = env.true_state()["red_agent"] == RED_AGENTS.index("b_line")
     drawn = []
     for _ in range(100):
-        env.step(random(EPISODES, rng))
+        env.step(POLICIES["random"](EPISODES, rng))
         drawn.append(env.draws.copy())
     draws = dict(zip(DRAW_NAMES, np.moveaxis(drawn, 2, 0), strict=True))  # (100, EPISODES) each
     green, detected = draws["green_target"], draws["red_detect"][draws["red_detect"] >= 0]

@@ -134,17 +134,3 @@ def test_restored_statistics_go_on_bit_for_bit() -> None:
         assert_same(second.step(actions), first.step(actions))
     first.close()
     second.close()
-
-
-def test_what_cannot_be_saved_is_said_once_and_not_restored() -> None:
-    vec_env, smaller = (vectorize(partial(gym.make, "Plain-v0"), n, 1) for n in (2, 1))
-    vec_env.reset(seed=1)
-    with pytest.warns(UserWarning, match="begin new episodes: .*PlainEnv lacks get_state") as warnings:
-        state = vec_env.get_state()
-    assert len(warnings) == 1
-    assert state["env"] is None
-    assert vec_env.set_state(state) is False
-    assert smaller.set_state({**state, "env": {}}) is False  # of another number of environments
-    vec_env.step(np.zeros((2, 1), np.float32))  # it lives on
-    vec_env.close()
-    smaller.close()

@@ -77,17 +77,28 @@ def play_out(mario: ModuleType, agent: Any, folder: Path, num_envs: int = 1, see
 # ---- arguments ------------------------------------------------------------------------------------------------------
 
 
-def test_the_documents_preset_has_exactly_its_values(mario: ModuleType) -> None:
-    args = mario.parse_args(["--configs", "rgb64"])
-    expected = {
-        "seed": 0, "total_timesteps": 10_000_000, "eval_every": 100_000, "save_every": 100_000, "eval_episodes": 10,
-        "num_envs": 32, "num_steps": 128, "update_epochs": 4, "learning_rate": 2.5e-4, "lr_decay": "none",
-        "gamma": 0.99, "gae_lambda": 0.95, "clip_coef": 0.2, "vf_coef": 0.5, "ent_coef": 0.03, "ent_decay": "none",
-        "max_grad_norm": 0.5, "feature_dim": 512, "obs": "rgb64", "skip": 4, "minibatch_growth": 1,
-        "reward": "document", "shared_cnn": True, "clip_vloss": False, "target_kl": None,
-    }  # fmt: skip
+PRESETS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {  # sizes of batch and minibatch, number of updates
+    "rgb64": ((4096, 256, 2441), {
+        "seed": 0, "eval_every": 100_000, "save_every": 100_000, "eval_episodes": 10, "num_envs": 32,
+        "lr_decay": "none", "clip_coef": 0.2, "ent_coef": 0.03, "feature_dim": 512, "obs": "rgb64",
+        "minibatch_growth": 1, "reward": "document", "shared_cnn": True, "clip_vloss": False, "target_kl": None,
+    }),
+    # CleanRL's, close to those of Schulman et al. 2017, table 5
+    "atari": ((1024, 256, 9765), {
+        "num_envs": 8, "num_minibatches": 4, "lr_decay": "linear", "clip_coef": 0.1, "clip_vloss": True,
+        "ent_coef": 0.01, "noop_max": 30, "sign_reward": True, "episodic_life": True,
+    }),
+}  # fmt: skip
+BOTH = {"total_timesteps": 10_000_000, "num_steps": 128, "update_epochs": 4, "learning_rate": 2.5e-4, "gamma": 0.99,
+        "gae_lambda": 0.95, "vf_coef": 0.5, "max_grad_norm": 0.5, "skip": 4, "ent_decay": "none"}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_has_exactly_the_published_values(mario: ModuleType, name: str) -> None:
+    args, (sizes, expected) = mario.parse_args(["--configs", name]), PRESETS[name]
+    expected = expected | BOTH
     assert {name: getattr(args, name) for name in expected} == expected
-    assert (args.batch_size, args.batch_size // args.num_minibatches, args.num_updates) == (4096, 256, 2441)
+    assert (args.batch_size, args.batch_size // args.num_minibatches, args.num_updates) == sizes
 
 
 def test_a_missing_emulator_is_named_with_what_to_install(
@@ -184,13 +195,6 @@ def test_a_run_leaves_its_record(mario: ModuleType, run: Path) -> None:
             assert np.isfinite(progress[f"{kind}/{name}"]).tolist() == [False, True] * 3
 
 
-def test_a_rollout_stores_pictures_as_bytes(mario: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """32 x 128 pictures of (3, 64, 64) are 48 MiB as bytes and would be 192 as floats."""
-    calls = spy(monkeypatch, mario, "take_steps")
-    mario.train(tiny_args(mario, tmp_path / "run", total_timesteps=16))
-    assert {minibatch.obs.dtype for minibatch in minibatches_of(calls)} == {torch.uint8}
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_rollouts_success_rate_is_the_share_of_its_episodes_that_reach_the_flag(
     mario: ModuleType, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -221,14 +225,16 @@ def test_a_flag_in_the_step_of_the_time_limit_is_no_success_of_the_whole_game(
     assert progress["rollout/success_rate"] == progress["eval/success_rate"] == [0]
 
 
-def test_the_remaining_options_train(mario: ModuleType, tmp_path: Path) -> None:
+def test_the_remaining_options_train(mario: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Separate networks, 84 x 84 pictures, per-environment advantages, value clipping and a KL limit, in one run."""
     options = {
         "shared_cnn": False, "obs": "gray84", "norm_adv": "per_env", "clip_vloss": True, "target_kl": 1e-9,
         "reward": "document", "action_set": "right_only", "lr_decay": "none", "learning_rate": 0.01,
         "minibatch_growth": 1,
     }  # fmt: skip
+    calls = spy(monkeypatch, mario, "take_steps")
     result = mario.train(tiny_args(mario, tmp_path / "run", **options))
+    assert {minibatch.obs.dtype for minibatch in minibatches_of(calls)} == {torch.uint8}  # floats are four times as big
     assert 3 <= result["epochs"] < 6  # nearly every epoch changes the policy by more than 1e-9
     assert columns(tmp_path / "run")["train/learning_rate"] == pytest.approx([0.01] * 3)
     assert [name for name in weights(tmp_path / "run") if name.startswith("critic_cnn")]

@@ -92,10 +92,13 @@ def test_a_run_equals_sync_vector_env_bit_for_bit(run: Any) -> None:
     assert actual.single_observation_space == expected.single_observation_space
     assert actual.action_space == expected.action_space
     assert actual.metadata == expected.metadata
-    actions, ends = Actions(expected), np.zeros(num_envs, int)
+    actions, ends, kept = Actions(expected), np.zeros(num_envs, int), []
 
     def both_reset(**how: Any) -> None:
-        assert_same(actual.reset(**copy.deepcopy(how)), expected.reset(**how), str(how))
+        kept.append(actual.reset(**copy.deepcopy(how)))
+        assert_same(kept[-1], expected.reset(**how), str(how))
+        kept.append(copy.deepcopy(kept[-1]))
+        assert actual.np_random_seed == expected.np_random_seed
 
     both_reset(seed=7)
     for step in range(num_steps):
@@ -107,6 +110,7 @@ def test_a_run_equals_sync_vector_env_bit_for_bit(run: Any) -> None:
         action = actions()
         result = actual.step(action)
         assert_same(result, expected.step(action), f"step {step}")
+        kept += [result, copy.deepcopy(result)]
         ended = result[2] | result[3]
         ends += ended
         if mode is DISABLED and ended.any():
@@ -114,6 +118,8 @@ def test_a_run_equals_sync_vector_env_bit_for_bit(run: Any) -> None:
                 actual.step(action)
             both_reset(options={"reset_mask": ended})
     assert ends.min() >= least
+    assert_same(kept[::2], kept[1::2])  # what was returned is not written again
+    assert [g.random() for g in actual.np_random] == [g.random() for g in expected.np_random]
     actual.close()
     expected.close()
 
@@ -133,27 +139,6 @@ def test_exploding_physics_goes_on_as_in_gymnasium(env_id: str, velocity: float)
         if step == 15:
             action[0, 0] = np.nan
         assert_same(actual.step(action), expected.step(action), f"step {step}")
-
-
-def test_returned_arrays_are_not_written_again() -> None:
-    envs = MujocoBatchVecEnv("Hopper-v5", 4, 2)
-    actions = Actions(envs)
-    kept = [envs.reset(seed=0), *(envs.step(actions()) for _ in range(3))]
-    snapshot = copy.deepcopy(kept)
-    for _ in range(30):
-        envs.step(actions())
-    assert_same(kept, snapshot)
-
-
-def test_seeds_and_generators_are_those_of_the_single_environments() -> None:
-    envs, reference = MujocoBatchVecEnv("Hopper-v5", 3, 1), sync("Hopper-v5", 3)
-    for vec_env in (envs, reference):
-        vec_env.reset(seed=[7, 8, 9])
-        vec_env.reset(seed=[None, 5, None])
-    assert envs.np_random_seed == reference.np_random_seed == (7, 5, 9)
-    assert [g.random() for g in envs.np_random] == [g.random() for g in reference.np_random]
-    envs.set_state(envs.get_state())
-    assert envs.np_random_seed == (-1, -1, -1)
 
 
 # ---- saved and restored ---------------------------------------------------------------------------------------------
@@ -179,6 +164,7 @@ def test_a_restored_run_continues_bit_for_bit(env_id: str, mode: AutoresetMode) 
     fresh = MujocoBatchVecEnv(env_id, 3, 1, mode, max_episode_steps=41)
     for envs in (fresh, unbroken):
         envs.set_state(pickle.loads(saved))
+        assert envs.np_random_seed == (-1, -1, -1)
         assert_same([envs.step(action) for action in plan], expected)
 
 

@@ -25,17 +25,7 @@ from tests import known_values  # noqa: F401  (registers KnownValues-v0)
 from tests.conftest import SPACES, Sample, column, domain, flat, gae, make_batch, make_sample, with_args
 
 
-class FakeAgent(nn.Module):
-    """What a loss asks of an agent: `policy` and `get_value`, and both at once."""
-
-    policy: Any
-    get_value: Any
-
-    def forward(self, obs: torch.Tensor) -> tuple[Any, torch.Tensor]:
-        return self.policy(obs), self.get_value(obs)
-
-
-class TableAgent(FakeAgent):
+class TableAgent(nn.Module):
     """An agent whose log pi(a|s), V(s) and entropy are free numbers, one of each for each observation 0, 1, 2, ..."""
 
     def __init__(self, log_probs: torch.Tensor, values: torch.Tensor, entropies: torch.Tensor) -> None:
@@ -48,6 +38,9 @@ class TableAgent(FakeAgent):
 
     def get_value(self, obs: torch.Tensor) -> torch.Tensor:
         return self.values[obs]
+
+    def forward(self, obs: torch.Tensor) -> tuple[Any, torch.Tensor]:
+        return self.policy(obs), self.get_value(obs)
 
 
 def table_loss(
@@ -77,46 +70,40 @@ def table_loss(
     return loss.detach(), metrics, agent
 
 
-def collect(mode: AutoresetMode, num_steps: int, gamma: float, critic: Any) -> tuple[dict[str, Any], torch.Tensor]:
-    """A rollout of KnownValues-v0 under a time limit of 5 steps: compute_gae's arguments, and which rows are steps.
+def advantages_in(mode: AutoresetMode, script: ModuleType) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Advantages of a wrong critic and ends of episodes, of each environment's transitions: 60 steps of KnownValues-v0
+    under a time limit of 5.
 
     Under NEXT_STEP the step after an end only resets: its action is ignored, its reward is 0, and it leads from one
     episode into another. It is no transition; marked as an end it separates the episodes, and it is left out.
     """
     envs = SyncVectorEnv([lambda: gym.make("KnownValues-v0", max_episode_steps=5)] * 3, autoreset_mode=mode)
     obs, _ = envs.reset(seed=7)
-    rows: dict[str, list[Any]] = {name: [] for name in ("r", "v", "v_next", "terminated", "truncated", "valid")}
-    ended = np.zeros(3, dtype=bool)
-    for _ in range(num_steps):
+    rows, valid, ended = [], [], np.zeros(3, dtype=bool)
+    for _ in range(60):
+        valid.append(~ended)
         next_obs, reward, terminated, truncated, infos = envs.step(np.zeros((3, 1), dtype=np.float32))
         reached = next_obs.copy()
         if mode is AutoresetMode.SAME_STEP:
             for n in np.flatnonzero(terminated | truncated):
                 reached[n] = infos["final_obs"][n]
-            valid = np.ones(3, dtype=bool)
         else:
-            valid, truncated = ~ended, truncated | ended
-        ended = terminated | truncated if mode is AutoresetMode.SAME_STEP else (terminated | truncated) & valid
-        for name, x in zip(rows, (reward, critic(obs), critic(reached), terminated, truncated, valid), strict=True):
-            rows[name].append(torch.as_tensor(np.asarray(x).reshape(3)))
+            truncated, ended = truncated | ended, (terminated | truncated) & ~ended
+        values, next_values = (np.sin(3.0 * x[:, 0].astype(np.float64)) for x in (obs, reached))
+        rows.append((reward, values, next_values, terminated, truncated))
         obs = next_obs
     envs.close()
-    stacked = {name: torch.stack(row) for name, row in rows.items()}
-    valid_rows = stacked.pop("valid")
-    names = ("rewards", "values", "next_values", "terminations", "truncations")
-    return dict(zip(names, stacked.values(), strict=True)) | {"gamma": gamma, "gae_lambda": 0.95}, valid_rows
+    arrays = [torch.from_numpy(np.stack(x)) for x in zip(*rows, strict=True)]
+    advantages, _ = script.compute_gae(*arrays, 0.9, 0.95)
+    ends = arrays[3] | arrays[4]
+    return [(advantages[mask, n], ends[mask, n]) for n, mask in enumerate(np.stack(valid, 1))]
 
 
 def test_both_autoreset_modes_give_the_same_advantages(script: ModuleType) -> None:
-    """Also for a wrong critic, transition by transition, up to the last episode that both rollouts saw end."""
-    results = []
-    for mode in (AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP):
-        rollout, valid = collect(mode, 60, 0.9, lambda obs: np.sin(3.0 * obs.astype(np.float64)))
-        advantages, _ = script.compute_gae(**rollout)
-        results.append([advantages[valid[:, n], n] for n in range(3)])
-        ends = [(rollout["terminations"] | rollout["truncations"])[valid[:, n], n] for n in range(3)]
-    for n, (same, following) in enumerate(zip(*results, strict=True)):
-        length = int(ends[n].nonzero()[-1]) + 1  # NEXT_STEP saw fewer transitions
+    """Transition by transition, up to the last episode that both rollouts saw end."""
+    modes = (AutoresetMode.SAME_STEP, AutoresetMode.NEXT_STEP)
+    for (same, _), (following, ends) in zip(*(advantages_in(mode, script) for mode in modes), strict=True):
+        length = int(ends.nonzero()[-1]) + 1  # NEXT_STEP saw fewer transitions
         assert length > 30
         torch.testing.assert_close(same[:length], following[:length], rtol=0, atol=0)
 

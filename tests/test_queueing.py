@@ -119,12 +119,9 @@ def test_equal_seeds_and_restored_states_give_equal_runs() -> None:
         ({"render_mode": "rgb_array"}, "render_mode='rgb_array': choose 'ansi' or None"),
     ],
 )
-def test_an_impossible_task_is_refused(kwargs: dict[str, Any], message: str) -> None:
+def test_an_impossible_task_or_queue_is_refused(kwargs: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         QueueEnv(**kwargs)
-
-
-@pytest.mark.parametrize("action", [-1, 2])
-def test_there_are_two_queues(action: int) -> None:
-    with pytest.raises(ValueError, match=f"action {action}: the queues are 0 to 1"):
-        begun().step(action)
+    for action in (-1, 2):
+        with pytest.raises(ValueError, match=f"action {action}: the queues are 0 to 1"):
+            begun().step(action)

@@ -55,29 +55,29 @@ class OwnArgumentsError(RuntimeError):
         super().__init__(f"code {result.code}")
 
 
-def fail(kind: str) -> None:
-    """Bring about a fault."""
-    if kind in EXCEPTIONS:
-        raise EXCEPTIONS[kind][0]
-    OTHER_FAULTS[kind]()
-
-
-EXCEPTIONS: dict[str, tuple[BaseException, type[BaseException], str]] = {  # as what it is caught, and its words
+# What happens, as what it is caught, and what is said of it ({}: in which call).
+NO_ANSWER = "did not answer within step_timeout=1.0 s .*"
+FAULTS: dict[str, tuple[Any, type[BaseException], str]] = {
     "exception": (ValueError("the door is stuck"), ValueError, "the door is stuck"),
     "unpicklable": (UnpicklableError("a secret"), UnpicklableError, "a secret"),
     "key error": (KeyError("door"), KeyError, "'door'"),
     "os error": (FileNotFoundError(2, "no such door"), WorkerError, "no such door"),
     "own arguments": (OwnArgumentsError(SimpleNamespace(code=7)), OwnArgumentsError, "code 7"),
     "sys.exit": (SystemExit(3), WorkerError, "3"),
+    "sigkill": (lambda: os.kill(os.getpid(), signal.SIGKILL), WorkerError, "was killed by SIGKILL .* during {}"),
+    "sigsegv": (lambda: ctypes.string_at(0), WorkerError, "was killed by SIGSEGV during {}"),
+    "os._exit": (lambda: os._exit(3), WorkerError, "exited with code 3 during {}"),
+    "hang": (lambda: time.sleep(60), multiprocessing.TimeoutError, f"{NO_ANSWER} during {{}}"),
+    # keeps the GIL, so that no Python code of it runs
+    "hang in C": (lambda: ctypes.PyDLL(None).usleep(60_000_000), multiprocessing.TimeoutError, NO_ANSWER),
 }
-OTHER_FAULTS: dict[str, Callable[[], Any]] = {
-    "nothing": lambda: None,
-    "sigkill": lambda: os.kill(os.getpid(), signal.SIGKILL),
-    "sigsegv": lambda: ctypes.string_at(0),
-    "os._exit": lambda: os._exit(3),
-    "hang": lambda: time.sleep(60),
-    "hang in C": lambda: ctypes.PyDLL(None).usleep(60_000_000),  # keeps the GIL, so that no Python code of it runs
-}
+EXCEPTIONS = {kind for kind, (fault, *_) in FAULTS.items() if isinstance(fault, BaseException)}
+
+
+def fail(kind: str) -> None:
+    if kind in EXCEPTIONS:
+        raise FAULTS[kind][0]
+    FAULTS[kind][0]()
 
 
 class FaultyEnv(CountEnv):
@@ -93,7 +93,8 @@ class FaultyEnv(CountEnv):
             return
         if self.once is not None:
             self.once.touch()
-        fail(self.kind)
+        if self.kind != "nothing":
+            fail(self.kind)
 
     def reset(self, **kwargs: Any) -> tuple[int, dict]:
         self.fail_in("reset")
@@ -186,16 +187,6 @@ def test_what_is_left_would_be_seen() -> None:
 
 # ---- faults of one environment ----------------------------------------------------------------------------------
 
-FAULTS: dict[str, tuple[type[BaseException], str]] = {
-    "sigkill": (WorkerError, r"Worker 1 \(process \d+\) was killed by SIGKILL .* during {}, in environment 3"),
-    "sigsegv": (WorkerError, "was killed by SIGSEGV during {}, in environment 3"),
-    "os._exit": (WorkerError, "exited with code 3 during {}, in environment 3"),
-    "hang": (multiprocessing.TimeoutError, "did not answer within step_timeout=1.0 s .* during {}, in environment 3"),
-    "hang in C": (multiprocessing.TimeoutError, "did not answer within step_timeout=1.0 s .* in environment 3"),
-}
-for kind, (error, caught_as, words) in EXCEPTIONS.items():
-    text = rf"^{type(error).__name__} during {{}} in environment 3.*: .*{words}.*\n\nTraceback(?s:.)*in fail"
-    FAULTS[kind] = (caught_as, text)
 # How a fault is noticed does not depend on how the worker was started: elsewhere a fault of each nature will do.
 CASES = [
     *[("fork", place, kind) for place in ("constructor", "reset", "step") for kind in FAULTS],
@@ -206,10 +197,15 @@ CASES = [
 
 @pytest.mark.parametrize(("context", "place", "kind"), CASES)
 def test_a_fault_is_reported_with_its_cause(context: str, place: str, kind: str) -> None:
-    error, text = FAULTS[kind]
+    _, caught_as, text = FAULTS[kind]
+    if kind in EXCEPTIONS:
+        name = type(FAULTS[kind][0]).__name__
+        text = rf"^{name} during {{}} in environment 3.*: .*{text}.*\n\nTraceback(?s:.)*in fail"
+    else:
+        text = rf"Worker 1 \(process \d+\) {text}.*, in environment 3"
     made: list[SubprocVecEnv] = []
     start = time.monotonic()
-    with pytest.raises(error, match=text.format("construction" if place == "constructor" else place)) as caught:
+    with pytest.raises(caught_as, match=text.format("construction" if place == "constructor" else place)) as caught:
         make_and_step_twice(made, context, place, kind)
     assert time.monotonic() - start < 15.0
     assert isinstance(caught.value, WorkerError)
@@ -227,9 +223,13 @@ def make_and_step_twice(made: list[SubprocVecEnv], context: str, place: str, kin
     what_to_do = "restart" if kind in EXCEPTIONS else "raise"  # an exception is raised either way
     made.append(four_envs(kind, place, context=context, step_timeout=at_first, on_worker_failure=what_to_do))
     made[0]._pool.step_timeout = step_timeout
-    made[0].reset(seed=10)
-    for _ in range(2):
-        made[0].step([5, 6, 7, 8])
+    reset_and_step(made[0], 2)
+
+
+def reset_and_step(envs: SubprocVecEnv, num_steps: int) -> None:
+    envs.reset(seed=10)
+    for _ in range(num_steps):
+        envs.step(np.arange(5, 5 + envs.num_envs))
 
 
 class DeepEnv(CountEnv):
@@ -294,9 +294,7 @@ def test_what_no_step_may_return_is_an_error_of_its_environment(result: Any, tex
     close_in_time(envs)
 
 
-@pytest.mark.parametrize(
-    ("how", "text"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, "did not answer within step_timeout")]
-)
+@pytest.mark.parametrize(("how", "text"), [(signal.SIGKILL, "was killed by SIGKILL"), (signal.SIGSTOP, NO_ANSWER)])
 def test_an_idle_worker_that_is_killed_or_stopped_is_noticed(how: signal.Signals, text: str) -> None:
     envs = four_envs()
     envs.reset()
@@ -424,35 +422,26 @@ def test_a_forked_child_that_drops_it_leaves_the_workers_alone() -> None:
 # ---- faults of the parent ---------------------------------------------------------------------------------------
 
 
-def start_script(tmp_path: Path, body: str, env: str = "CountEnv", context: str = "fork") -> Any:
-    """Start a Python process that makes `envs` with 3 workers, prints their ids, then runs `body`; return it and them.
+def run_script(body: str, env: Any, context: str) -> None:
+    """Make `envs` with 3 workers in a thread, which they must outlive, print their ids, and run `body`."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits "ignore SIGINT"
+    multiprocessing.current_process()._config["semprefix"] = os.environ["SEMPREFIX"]
+    made: list[SubprocVecEnv] = []
+    thread = threading.Thread(target=lambda: made.append(SubprocVecEnv([env] * 6, 3, context=context)))
+    thread.start()
+    thread.join()
+    made[0].reset(seed=0)
+    print(*pids_of(made[0]), flush=True)
+    exec(body, {**globals(), "envs": made.pop()})
 
-    It makes them in a thread, which they must outlive.
-    """
-    path = tmp_path / "script.py"
-    path.write_text(
-        "import multiprocessing, os, signal, threading, time\n"
-        "from envs.subproc_vec_env import SubprocVecEnv\n"
-        "from tests.test_subproc_faults import HANGS_IN_C\n"
-        "from tests.test_subproc_vec_env import CountEnv\n"
-        # A test run started in the background inherits "ignore SIGINT", and Python then leaves it at that.
-        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
-        f"multiprocessing.current_process()._config['semprefix'] = '/{SEMAPHORES}'\n"
-        "made = []\n"
-        "def make():\n"
-        f"    made.append(SubprocVecEnv([{env}] * 6, 3, context='{context}'))\n"
-        "def main():\n"
-        "    thread = threading.Thread(target=make)\n"
-        "    thread.start(); thread.join()\n"
-        "    envs, = made\n"
-        "    envs.reset(seed=0)\n"
-        "    print(*[worker.process.pid for worker in envs._pool.workers], flush=True)\n"
-        + "".join(f"    {line}\n" for line in body.splitlines())
-        + "if __name__ == '__main__':\n    main()\n"
-    )
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process: Any = subprocess.Popen([sys.executable, path], env=environment, start_new_session=True, **pipes)
+
+def start_script(body: str, env: str = "CountEnv", context: str = "fork") -> tuple[Any, list[int]]:
+    """Start a Python process that runs `body` with its `envs`; return it and the ids of its workers."""
+    program = f"from tests.test_subproc_faults import *; run_script({body!r}, {env}, {context!r})"
+    process: Any = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "SEMPREFIX": f"/{SEMAPHORES}"}, start_new_session=True,
+    )  # fmt: skip
     pids = [int(word) for word in process.stdout.readline().split()]
     assert len(pids) == 3, process.communicate()[1]
     return process, pids
@@ -468,10 +457,10 @@ SCRIPTS = {
 
 @pytest.mark.parametrize("context", CONTEXTS)
 @pytest.mark.parametrize("doing", SCRIPTS)
-def test_no_worker_outlives_a_parent_that_is_killed(tmp_path: Path, context: str, doing: str) -> None:
+def test_no_worker_outlives_a_parent_that_is_killed(context: str, doing: str) -> None:
     env, body = SCRIPTS[doing]
     body = "child = None\n" + body + "print(child, flush=True)\ntime.sleep(60)"
-    process, pids = start_script(tmp_path, body, env, context)
+    process, pids = start_script(body, env, context)
     child = process.stdout.readline()
     assert all(map(is_alive, pids))
     process.kill()
@@ -481,7 +470,7 @@ def test_no_worker_outlives_a_parent_that_is_killed(tmp_path: Path, context: str
     process.communicate(timeout=10)  # none of its children holds its output open
 
 
-def test_signals_to_the_group_are_the_parents_to_handle_and_a_script_that_forgets_to_close_ends(tmp_path: Path) -> None:
+def test_signals_to_the_group_are_the_parents_to_handle_and_a_script_that_forgets_to_close_ends() -> None:
     body = (
         "seen = []\n"
         "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):\n"
@@ -495,7 +484,7 @@ def test_signals_to_the_group_are_the_parents_to_handle_and_a_script_that_forget
         "    envs.step([0] * 6)\n"
         "print('limits', *envs.get_attr('limit'), flush=True)\n"
     )
-    process, pids = start_script(tmp_path, body)
+    process, pids = start_script(body)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         assert process.stdout.readline() in ("ready\n", "seen\n")
         os.killpg(process.pid, number)
@@ -505,8 +494,8 @@ def test_signals_to_the_group_are_the_parents_to_handle_and_a_script_that_forget
 
 
 @pytest.mark.parametrize(("env", "context"), [("CountEnv", "forkserver"), ("HANGS_IN_C", "fork")])
-def test_ctrl_c_that_nobody_handles_ends_everything_in_time(tmp_path: Path, env: str, context: str) -> None:
-    process, pids = start_script(tmp_path, "while True:\n    envs.step([0] * 6)", env, context)
+def test_ctrl_c_that_nobody_handles_ends_everything_in_time(env: str, context: str) -> None:
+    process, pids = start_script("while True:\n    envs.step([0] * 6)", env, context)
     time.sleep(0.3)
     os.killpg(process.pid, signal.SIGINT)
     _, errors = process.communicate(timeout=20)  # generous: the machine may be busy
@@ -638,18 +627,12 @@ def test_a_worker_that_dies_again_and_again_or_cannot_be_replaced_ends_the_run_w
 
     envs = SubprocVecEnv([CountEnv, env_fn], 2, on_worker_failure="restart", context="fork", autoreset_mode="SameStep")
     with pytest.raises(WorkerError, match=text):
-        reset_and_step(envs)
+        reset_and_step(envs, 10)
     with pytest.raises(NoAsyncCallError):  # in place of the results of a step that was never finished
         envs.step_wait()
     with pytest.raises(WorkerError, match="Nothing but close"):
         envs.step([0, 0])
     close_in_time(envs)
-
-
-def reset_and_step(envs: SubprocVecEnv) -> None:
-    envs.reset()
-    for _ in range(10):
-        envs.step([0, 0])
 
 
 class TraceableEnv(gym.Env):
@@ -674,8 +657,14 @@ class TraceableEnv(gym.Env):
         return self.observe(action), action / 7, self.count % (11 + self.index) == 0, False, {"count": self.count}
 
 
-def soak(seconds: float, seconds_between_kills: float, min_restarts: int) -> None:
-    """Step while a killer kills random workers; check every transition, and that nothing grows."""
+@pytest.mark.parametrize(
+    ("seconds", "seconds_between_kills", "min_restarts"),
+    [(0.0, 0.1, 5), pytest.param(180.0, 0.5, 100, marks=[pytest.mark.slow, pytest.mark.timeout(900)])],
+)
+def test_every_transition_is_valid_while_workers_are_killed(
+    seconds: float, seconds_between_kills: float, min_restarts: int
+) -> None:
+    """And nothing grows."""
     num_envs = 8
     env_fns = [partial(TraceableEnv, n) for n in range(num_envs)]
     envs = SubprocVecEnv(env_fns, 3, autoreset_mode="SameStep", on_worker_failure="restart", step_timeout=20.0)
@@ -727,13 +716,3 @@ def soak(seconds: float, seconds_between_kills: float, min_restarts: int) -> Non
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss <= memory + 30_000  # KB
     assert len(workers()) == 3
     close_in_time(envs)
-
-
-def test_every_transition_is_valid_while_workers_are_killed() -> None:
-    soak(seconds=0.0, seconds_between_kills=0.1, min_restarts=5)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-def test_soak_of_three_minutes_with_a_kill_every_half_second() -> None:
-    soak(seconds=180.0, seconds_between_kills=0.5, min_restarts=100)
