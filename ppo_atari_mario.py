@@ -95,7 +95,7 @@ class EnvironmentArgs:
     mask_score: bool = False  # Mario: blank the rows that show score, coins and time
     show_buttons: bool = True  # Mario: paint the held buttons into the picture, since a held jump does not jump again
     # Mario's weights of progress, time, flag and death (envs/mario.py); landed: as shaped, but jumps count when landed
-    reward: Literal["shaped", "landed", "document"] = "shaped"
+    reward: Literal["shaped", "landed", "flag1000"] = "shaped"
     stuck_steps: int = 150  # Mario: steps without new ground after which the episode ends like a death; 0: never
     noop_max: int = 30  # an episode begins with up to this many frames of waiting, drawn at random
     sticky_action_probability: float = 0.25  # in each frame, that the console misses a change of the buttons
@@ -181,7 +181,7 @@ PRESETS: dict[str, dict[str, Any]] = {
               "update_epochs": 2, "reset_steps": 200, "eval_every": 1_024, "eval_episodes": 2, "save_every": 512},
     # the values of ylxfda/learn-RL-with-Mario, PPO/README.md at e143216; it asked for 8 to 12 hours of a GPU
     "rgb64": {"seed": 0, "total_timesteps": 10_000_000, "obs": "rgb64", "max_pool": True, "show_buttons": False,
-              "reward": "document", "stuck_steps": 0, "num_steps": 128, "num_minibatches": 16, "minibatch_growth": 1,
+              "reward": "flag1000", "stuck_steps": 0, "num_steps": 128, "num_minibatches": 16, "minibatch_growth": 1,
               "learning_rate": 2.5e-4, "lr_decay": "none", "gamma": 0.99, "ent_coef": 0.03, "ent_decay": "none",
               "vf_coef": 0.5},
     # CleanRL's values, close to those of Schulman et al. 2017, table 5; evaluations are of whole games, and so are dear

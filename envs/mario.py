@@ -65,8 +65,8 @@ REWARDS = {
     "shaped": RewardTerms(progress=1.0, clock=-1.0, flag=50.0, death=-50.0, scale=0.1),
     # where the way leads over a small platform, flying on over its edge earns new ground all the way down into the pit
     "landed": RewardTerms(progress=1.0, clock=-1.0, flag=50.0, death=-50.0, scale=0.1, landed=True),
-    # the source document's values: a finished 1-1 is worth about 4,110
-    "document": RewardTerms(progress=1.0, clock=-0.1, flag=1000.0, death=-15.0, scale=1.0),
+    # those of ylxfda/learn-RL-with-Mario: a finished 1-1 is worth about 4,110
+    "flag1000": RewardTerms(progress=1.0, clock=-0.1, flag=1000.0, death=-15.0, scale=1.0),
 }
 
 
@@ -81,8 +81,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
     with "full" the last life, the last axe, or being stuck. Truncation: `max_episode_steps`.
     Info: empty, which costs nothing on its way between processes, except that in the step that ends an
     episode, and with `full_info` always, it holds x_pos, max_x (pixels), time (ticks left), world, stage,
-    coins, score, life, status (0 small, 1 tall, 2 fiery), flag_get, death, stuck, document_reward (this
-    step's reward by the source document's weights) and document_return (its sum over the episode).
+    coins, score, life, status (0 small, 1 tall, 2 fiery), flag_get, death and stuck.
 
     Args:
         stage: "1-1" to "8-4"; several, as in "1-1,2-1", of which each reset draws one; "random", of all 32;
@@ -99,7 +98,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         show_buttons: paint the topmost rows of each frame: from left to right a quarter white if A, B, left and
             right were held in it. The game jumps only when A is newly pressed, so that an action with A does
             nothing while Mario stands with A held, and a picture alone does not show that.
-        reward: "shaped", "landed", "document", or your own `RewardTerms`.
+        reward: "shaped", "landed", "flag1000", or your own `RewardTerms`.
         reward_scale: replaces the scale of these terms.
         stuck_steps: decisions without new ground after which the episode ends like a death; 0 for never.
         max_episode_steps: decisions after which the episode is truncated; 0 for never (the game's clock ends
@@ -178,7 +177,6 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         self._playing = False
         self._held_buttons = 0
         self._steps = self._steps_without_progress = 0
-        self._document_return = 0.0
 
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
@@ -195,9 +193,8 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         self._playing = True
         self._held_buttons = 0
         self._steps = self._steps_without_progress = 0
-        self._document_return = 0.0
         self._frames[:] = np.tile(self._look(), (len(self._frames) // self._channels, 1, 1))
-        info = self._info(goal=False, death=False, stuck=False, document_reward=0.0) if self.full_info else {}
+        info = self._info(goal=False, death=False, stuck=False) if self.full_info else {}
         return self._frames.copy(), info
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
@@ -230,15 +227,13 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         over = game.is_over(death, goal)
         stuck = not over and 0 < self.stuck_steps <= self._steps_without_progress
         reward = _weigh(self.reward_terms, pixels, ticks, goal, death or stuck)
-        document_reward = _weigh(REWARDS["document"], pixels, ticks, goal, death or stuck)
-        self._document_return += document_reward
 
         self._frames[: -self._channels] = self._frames[self._channels :]
         self._frames[-self._channels :] = self._look(last_but_one)
         terminated = over or stuck
         truncated = not terminated and 0 < self.max_episode_steps <= self._steps
         self._playing = not (terminated or truncated)
-        info = {} if self._playing and not self.full_info else self._info(goal, death, stuck, document_reward)
+        info = {} if self._playing and not self.full_info else self._info(goal, death, stuck)
         return self._frames.copy(), reward, terminated, truncated, info
 
     def render(self) -> np.ndarray | None:
@@ -265,7 +260,6 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
             "held_buttons": self._held_buttons,
             "steps": self._steps,
             "steps_without_progress": self._steps_without_progress,
-            "document_return": self._document_return,
         }
 
     def set_state(self, state: dict[str, Any]) -> None:
@@ -284,7 +278,6 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         self._picture = None if state["picture"] is None else np.array(state["picture"])
         self._playing, self._held_buttons = state["playing"], state["held_buttons"]
         self._steps, self._steps_without_progress = state["steps"], state["steps_without_progress"]
-        self._document_return = state["document_return"]
 
     def _action_number(self, action: Any) -> int:
         count = len(self.buttons)
@@ -316,10 +309,8 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
                 pixels[:rows, i * quarter : (i + 1) * quarter] = 255 if self._held_buttons & button else 0
         return pixels.transpose(2, 0, 1) if self._channels == 3 else pixels[None]
 
-    def _info(self, goal: bool, death: bool, stuck: bool, document_reward: float) -> dict[str, Any]:
-        events = {"flag_get": goal, "death": death, "stuck": stuck}
-        document = {"document_reward": document_reward, "document_return": self._document_return}
-        return {**self._game.facts(), **events, **document}
+    def _info(self, goal: bool, death: bool, stuck: bool) -> dict[str, Any]:
+        return {**self._game.facts(), "flag_get": goal, "death": death, "stuck": stuck}
 
 
 def _weigh(terms: RewardTerms, pixels: int, ticks: int, goal: bool, death: bool) -> float:

@@ -15,7 +15,7 @@ from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 
 from envs import nes_common, nes_core
-from envs.mario import ACTION_SETS, REWARDS, STAGES, MarioBackendError, MarioEnv, RewardTerms, available_backends
+from envs.mario import ACTION_SETS, STAGES, MarioBackendError, MarioEnv, RewardTerms, available_backends
 from envs.nes_common import GRAY, RIGHT, START, A, B
 from envs.nes_core import make_core
 from tests.conftest import assert_plain, assert_same, python
@@ -101,7 +101,7 @@ def random_actions(count: int, seed: int = 0) -> list[int]:
 # ---- Gymnasium's contract -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("options", [{}, {"obs": "rgb64", "reward": "document", "max_pool": True, "full_info": True}])
+@pytest.mark.parametrize("options", [{}, {"obs": "rgb64", "reward": "flag1000", "max_pool": True, "full_info": True}])
 def test_env_checker_is_content(backend: str, options: dict[str, Any]) -> None:
     env = MarioEnv("1-1", backend, noop_max=5, sticky_action_probability=0.25, **options)
     with warnings.catch_warnings():
@@ -121,7 +121,7 @@ def test_env_checker_is_content(backend: str, options: dict[str, Any]) -> None:
         ({"frame_stack": 0}, "at least 1"),
         ({"skip": 0}, "skip=0"),
         ({"skip": 1, "max_pool": True}, "skip=1"),
-        ({"reward": "score"}, "shaped, document"),
+        ({"reward": "score"}, "shaped, landed, flag1000"),
         ({"stuck_steps": -1}, "0 to switch it off"),
         ({"noop_max": -3}, "noop_max=-3"),
         ({"noop_max": 301}, "noop_max=301: wait at most 300 frames"),
@@ -154,8 +154,7 @@ def test_an_episode_begins_with_a_reset_and_ends_with_the_only_info(backend: str
     assert [step[2:4] for step in steps] == [(False, False)] * 4 + [(False, True)]
     assert [step[4] for step in steps[:4]] == [{}] * 4
     place, counts = {"x_pos", "max_x", "time", "world", "stage"}, {"coins", "score", "life", "status"}
-    events, document = {"flag_get", "death", "stuck"}, {"document_reward", "document_return"}
-    assert set(steps[4][4]) == place | counts | events | document
+    assert set(steps[4][4]) == place | counts | {"flag_get", "death", "stuck"}
     assert all(type(value) in (int, bool, float) for value in steps[4][4].values())
     with pytest.raises(ResetNeeded, match="call reset"):
         env.step(NOOP)
@@ -309,7 +308,7 @@ RECORDED_ON_FCEUMM = ("the goal of 1-4", "a pit")
     indirect=["backend"],
 )
 def test_how_an_episode_ends_and_what_it_is_worth(backend: str, name: str) -> None:
-    """Ground and clock, and 50 for the flag or against death and standstill, a tenth of all; and the document's."""
+    """Ground and clock, and 50 for the flag or against death and standstill, a tenth of all."""
     ending = ENDINGS[name]
     env = begin(ending.stage, backend, stuck_steps=0 if ending.event == "death" else 20)
     poke(env, ending.memory)
@@ -321,7 +320,6 @@ def test_how_an_episode_ends_and_what_it_is_worth(backend: str, name: str) -> No
     assert info["max_x"] in ending.max_x
     pixels, ticks, lost = info["max_x"] - 40, start_clock - info["time"], ending.event in ("death", "stuck")
     assert total == pytest.approx((pixels - ticks + 50 * info["flag_get"] - 50 * lost) / 10)
-    assert info["document_return"] == pytest.approx(pixels - 0.1 * ticks + 1000 * info["flag_get"] - 15 * lost)
 
 
 FIVE_ENEMIES_AND_SLIDING = dict.fromkeys(range(0x16, 0x1C), 6) | {0x1D: 3}
@@ -396,7 +394,6 @@ def test_walking_to_and_fro_earns_nothing(backend: str) -> None:
     assert max(swing) - min(swing) > 10
     ground, ticks = max(step[4]["max_x"] for step in steps) - ahead["max_x"], ahead["time"] - steps[-1][4]["time"]
     assert sum(step[1] for step in steps) == pytest.approx((ground - ticks) / 10)
-    assert sum(step[4]["document_reward"] for step in steps) == pytest.approx(ground - 0.1 * ticks)
     assert ground < max(swing) - min(swing)  # four rounds pay less than one way
 
 
@@ -431,16 +428,31 @@ def test_being_moved_pays_and_costs_nothing(fceumm: str, memory: dict[int, int],
 
 def test_reward_terms_and_scale(fceumm: str) -> None:
     cases: dict[str, Any] = {
-        **{name: {"reward": name} for name in REWARDS},
+        "flag1000": {"reward": "flag1000"},
         "own": {"reward": RewardTerms(2.0, 0.0, 0.0, -7.0, 0.5)},
-        "scaled": {"reward": "document", "reward_scale": 0.01},
+        "scaled": {"reward": "flag1000", "reward_scale": 0.01},
     }
     returns = {}
     for name, options in cases.items():
-        returns[name], info = play_episode(begin("1-1", fceumm, **options), repeat(RUN))
-    assert returns["document"] == pytest.approx(info["document_return"])
-    assert returns["scaled"] == pytest.approx(returns["document"] / 100)
-    assert returns["own"] == pytest.approx(0.5 * (2.0 * (info["max_x"] - 40) - 7.0))
+        env = begin("1-1", fceumm, **options)
+        start_clock = env._game.clock
+        returns[name], info = play_episode(env, repeat(RUN))
+    pixels, ticks = info["max_x"] - 40, start_clock - info["time"]
+    assert returns["flag1000"] == pytest.approx(pixels - 0.1 * ticks - 15)
+    assert returns["scaled"] == pytest.approx(returns["flag1000"] / 100)
+    assert returns["own"] == pytest.approx(0.5 * (2.0 * pixels - 7.0))
+
+
+def test_a_jump_counts_where_it_lands_and_a_fall_nowhere(fceumm: str) -> None:
+    """In 1-3 this way ends in the pit behind the first cliff."""
+    reached = {}
+    for reward in ("shaped", "landed"):
+        env = begin("1-3", fceumm, reward=reward)
+        start_x, start_clock = env._game.x, env._game.clock
+        total, info = play_episode(env, ([RUN_JUMP] * 5 + [RUN] * 3) * 10)
+        reached[reward] = info["max_x"]
+        assert 10 * total == pytest.approx(info["max_x"] - start_x - (start_clock - info["time"]) - 50)
+    assert info["x_pos"] == reached["shaped"] > reached["landed"] + 100
 
 
 # ---- randomness -----------------------------------------------------------------------------------------------------

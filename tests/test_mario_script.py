@@ -81,7 +81,7 @@ PRESETS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {  # sizes of 
     "rgb64": ((4096, 256, 2441), {
         "seed": 0, "eval_every": 100_000, "save_every": 100_000, "eval_episodes": 10, "num_envs": 32,
         "lr_decay": "none", "clip_coef": 0.2, "ent_coef": 0.03, "feature_dim": 512, "obs": "rgb64",
-        "minibatch_growth": 1, "reward": "document", "shared_cnn": True, "clip_vloss": False, "target_kl": None,
+        "minibatch_growth": 1, "reward": "flag1000", "shared_cnn": True, "clip_vloss": False, "target_kl": None,
     }),
     # CleanRL's, close to those of Schulman et al. 2017, table 5
     "atari": ((1024, 256, 9765), {
@@ -118,7 +118,7 @@ FLAGS_OF_GAMES: dict[str, tuple[Any, Any]] = {  # flag -> (not its default, what
     "max_pool": (True, lambda env: env.max_pool),
     "mask_score": (True, lambda env: env.mask_score),
     "show_buttons": (False, lambda env: not env.show_buttons),
-    "reward": ("document", lambda env: env.reward_terms.flag == 1000),
+    "reward": ("flag1000", lambda env: env.reward_terms.flag == 1000),
     "stuck_steps": (7, lambda env: env.stuck_steps == 7),
     "reset_steps": (9, lambda env: env.max_episode_steps == 9),
     "noop_max": (5, lambda env: env.noop_max == 5),
@@ -229,7 +229,7 @@ def test_the_remaining_options_train(mario: ModuleType, tmp_path: Path, monkeypa
     """Separate networks, 84 x 84 pictures, per-environment advantages, value clipping and a KL limit, in one run."""
     options = {
         "shared_cnn": False, "obs": "gray84", "norm_adv": "per_env", "clip_vloss": True, "target_kl": 1e-9,
-        "reward": "document", "action_set": "right_only", "lr_decay": "none", "learning_rate": 0.01,
+        "reward": "flag1000", "action_set": "right_only", "lr_decay": "none", "learning_rate": 0.01,
         "minibatch_growth": 1,
     }  # fmt: skip
     calls = spy(monkeypatch, mario, "take_steps")
