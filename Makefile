@@ -17,8 +17,9 @@ setup: $(VENV)/.ready   ## what all others do first
 train: $(VENV)/.ready   ## HalfCheetah learns to run: a minute and a half on two idle cores
 	$(BIN)/python ppo_continuous_mujoco.py --configs halfcheetah $(ARGS)
 
-play: $(VENV)/.ready    ## a film of a trained robot in zoo/gifs/, in half a minute
+play: fceumm            ## films of a trained robot and of a trained Mario in zoo/gifs/, in a minute
 	$(BIN)/python ppo_continuous_mujoco.py play --checkpoint zoo/HalfCheetah-v5.pt --seed 1 --save-gif $(ARGS)
+	$(BIN)/python ppo_atari_mario.py play --checkpoint zoo/Mario-1-1.pt --seed 1 --save-gif $(ARGS)
 
 test: $(VENV)/.ready    ## the default suite
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.zoo import score
+from envs.mario import available_backends
 from tests.conftest import ROOT
 
 CHECKPOINTS = sorted(ROOT.glob("zoo/*.pt"))
@@ -17,6 +18,8 @@ CHECKPOINTS = sorted(ROOT.glob("zoo/*.pt"))
 @pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: path.stem)
 def test_a_checkpoint_plays_as_its_row_says(path: Path) -> None:
     row = json.loads(path.with_suffix(".json").read_text())
+    if row["script"] == "ppo_atari_mario" and "fceumm" not in available_backends():
+        pytest.skip("it has learnt on FCEUmm: make fceumm")
     one = score(path, row["script"], 1)["mean_return"]
     assert abs(one - row["mean_return"]) < 5 * row["std_return"] + 1
 
