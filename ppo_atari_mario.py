@@ -692,6 +692,7 @@ def play(options: PlayArgs) -> list[float]:
     is_name = options.checkpoint in ("best", "latest")
     path = Path(options.logdir or ".", f"{options.checkpoint}.pt") if is_name else Path(options.checkpoint)
     checkpoint = load(path)
+    torch.set_num_threads(1)  # more wait for each other over a single picture
     args = Args(**checkpoint["args"] | {"device": "cpu", "torch_threads": 1})
     args = replace(args, env_id=options.env_id or args.env_id)
     render_mode = "human" if options.render else "rgb_array" if options.save_gif else None
