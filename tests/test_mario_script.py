@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -99,14 +99,6 @@ def test_a_preset_has_exactly_the_published_values(mario: ModuleType, name: str)
     expected = expected | BOTH
     assert {name: getattr(args, name) for name in expected} == expected
     assert (args.batch_size, args.batch_size // args.num_minibatches, args.num_updates) == sizes
-
-
-def test_a_missing_emulator_is_named_with_what_to_install(
-    mario: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("envs.nes_core.available_backends", list)
-    assert mario.main(["--backend", "fceumm"]) == 2
-    assert "pip install --no-deps stable-retro" in capsys.readouterr().err
 
 
 FLAGS_OF_GAMES: dict[str, tuple[Any, Any]] = {  # flag -> (not its default, what the game then knows)
@@ -276,37 +268,28 @@ def test_an_ended_episode_earns_nothing_more(mario: ModuleType, tmp_path: Path) 
     assert returns[0] == play_out(mario, Scripted([RUN] * 60), tmp_path, 1, **still)[0][0]
 
 
-@pytest.fixture
-def main(mario: ModuleType, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    return command_line(mario, capsys)
-
-
-def test_play_prints_each_episode_and_writes_gifs(main: Any, run: Path, tmp_path: Path) -> None:
-    argv = ["play", "--logdir", str(run), "--checkpoint", "latest", "--episodes", "2", "--save-gif", "--stochastic"]
-    code, out, err = main(*argv, "--gif-dir", str(tmp_path))
-    assert code == 0, err
-    returns = [float(x) for x in re.findall(r"return (-?\d+\.\d\d), 6 steps", out)]
-    assert len(returns) == 2
-    gifs = sorted(tmp_path.glob("*.gif"))
-    assert len(gifs) == 2
-    with PIL.Image.open(gifs[0]) as gif:
-        assert gif.size == (256, 240)  # the full screen
-
-
-def test_play_takes_another_stage(main: Any, run: Path, tmp_path: Path) -> None:
+def test_play_prints_each_episode_and_films_the_stage_that_it_is_asked_for(
+    mario: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Same seed, same waiting: only the stage can make the pictures differ."""
-    argv = ["play", "--logdir", str(run), "--checkpoint", "latest", "--save-gif"]
+    main = command_line(mario, capsys)
+    argv = ["play", "--logdir", str(run), "--checkpoint", "latest", "--save-gif", "--gif-dir"]
 
-    def picture(*stage: str) -> bytes:
-        folder = tmp_path / "-".join(["gif", *stage])
-        assert main(*argv, "--gif-dir", str(folder), *stage)[0] == 0
-        (gif,) = folder.glob("*.gif")
-        return gif.read_bytes()
+    def films(*flags: str) -> list[bytes]:
+        folder = tmp_path / "-".join(["gif", *flags])
+        code, out, err = main(*argv, str(folder), *flags)
+        assert code == 0, err
+        paths = sorted(folder.glob("*.gif"))
+        assert len(paths) == len(re.findall(r"return -?\d+\.\d\d, 6 steps", out))
+        with PIL.Image.open(paths[0]) as gif:
+            assert gif.size == (256, 240)  # the full screen
+        return [path.read_bytes() for path in paths]
 
-    own = picture()
-    assert picture("--env-id", "Mario-1-1") == own
-    assert picture("--env-id", "Mario-4-1") != own
-    code, _, err = main(*argv, "--env-id", "Mario-9-1")
+    assert len(films("--episodes", "2", "--stochastic")) == 2
+    own = films()
+    assert films("--env-id", "Mario-1-1") == own
+    assert films("--env-id", "Mario-4-1") != own
+    code, _, err = main(*argv, str(tmp_path), "--env-id", "Mario-9-1")
     assert (code, "9-1" in err) == (2, True)
 
 
