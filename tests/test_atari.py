@@ -221,9 +221,7 @@ def learn(mario: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 @needs_ale
 @pytest.mark.parametrize("sign_reward", [True, False])
-def test_a_run_learns_from_signs_and_reports_points(
-    mario: ModuleType, learn: Learn, tmp_path: Path, sign_reward: bool
-) -> None:
+def test_it_learns_signs_and_reports_points(mario: ModuleType, learn: Learn, tmp_path: Path, sign_reward: bool) -> None:
     """Phoenix: the first shot hits a bird of 20 points."""
     rewards, _, progress = learn("Phoenix", FIRE, sign_reward=sign_reward, num_steps=12, total_timesteps=24)
     assert rewards.sum(0).tolist() == ([1, 1] if sign_reward else [20, 20])
@@ -245,9 +243,7 @@ def test_a_lost_life_ends_the_learners_episode_alone(learn: Learn, episodic_life
 
 
 @needs_ale
-def test_a_life_lost_in_the_step_of_the_time_limit_is_a_termination(
-    mario: ModuleType, learn: Learn, tmp_path: Path
-) -> None:
+def test_a_life_lost_on_the_time_limit_is_a_termination(mario: ModuleType, learn: Learn, tmp_path: Path) -> None:
     """In that step the info is already the next episode's; that a life was lost stands in its final_info."""
     values = {"num_envs": 1, "num_minibatches": 1, "episodic_life": True}
 
@@ -271,9 +267,7 @@ def test_a_life_lost_in_the_step_of_the_time_limit_is_a_termination(
 
 
 @needs_ale
-def test_play_writes_the_beginning_of_a_game_as_a_gif(
-    mario: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_play_films_a_game(mario: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     mario.train(tiny_args(mario, tmp_path, **GAME))
     code, out, _ = command_line(mario, capsys)("play", "--logdir", str(tmp_path), "--save-gif", "--gif-frames", "10")
     assert (code, "flag" in out) == (0, False)

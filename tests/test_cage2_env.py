@@ -76,9 +76,7 @@ def test_environments_are_registered_and_pass_gymnasiums_checker() -> None:
 
 
 @pytest.mark.parametrize(("state_in_info", "max_steps", "num_steps"), [(False, 100, 250), (True, 7, 20)])
-def test_a_batch_gives_what_gymnasiums_gives_for_single_ones(
-    state_in_info: bool, max_steps: int, num_steps: int
-) -> None:
+def test_a_batch_gives_what_gymnasiums_gives(state_in_info: bool, max_steps: int, num_steps: int) -> None:
     """Environment n has seed + n. Observations, rewards, final observations and infos, in Gymnasium's own format; their
     episodes end in different steps."""
     kwargs: dict[str, Any] = {"red_agent": MIXTURE, "green": True, "max_steps": max_steps}
@@ -265,9 +263,7 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
 
 
 @pytest.mark.parametrize(("method", "kwargs", "message"), REFUSED)
-def test_bad_input_gets_one_clear_sentence_and_changes_nothing(
-    method: str, kwargs: dict[str, Any], message: str
-) -> None:
+def test_bad_input_gets_a_sentence_and_changes_nothing(method: str, kwargs: dict[str, Any], message: str) -> None:
     env = begun(2, "b_line")
     env.step(SLEEP)
     before = env.get_state()

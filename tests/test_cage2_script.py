@@ -213,9 +213,7 @@ def test_the_best_score_is_the_best_of_the_evaluations(cage2: ModuleType, tmp_pa
     assert (len(scores), result["best_score"]) == (3, max(scores))
 
 
-def test_a_wrapped_game_in_processes_trains_the_same_weights(
-    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_train_the_same_weights(cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run, make_env = tiny_runner(cage2, tmp_path), cage2.make_env
     in_one_loop = run(red_agent="meander")
     monkeypatch.setattr(cage2, "make_env", lambda *args: gym.Wrapper(make_env(*args)))
@@ -240,9 +238,7 @@ def test_seconds_of_training_halve_the_loss_of_the_untrained_policy(cage2: Modul
 # ---- playing --------------------------------------------------------------------------------------------------------
 
 
-def test_play_prints_each_episode_and_writes_gifs(
-    cage2: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_play_prints_and_writes_gifs(cage2: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     run_main = command_line(cage2, capsys)
     cage2.train(tiny_args(cage2, tmp_path / "run"))
     argv = ["play", "--logdir", str(tmp_path / "run"), "--episodes", "2"]

@@ -286,9 +286,7 @@ def test_operational_hosts_can_be_repaired_with_workflows_and_else_nothing_chang
     assert plain.single_action_space.n == 36
 
 
-def test_the_alignment_reward_is_learnt_from_and_not_reported(
-    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_alignment_is_learnt_not_reported(cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against Sleep nothing is ever compromised: an episode of 20 steps earns -6, reported only as learnt from."""
     calls = spy(monkeypatch, cage2, "compute_gae")
     cage2.train(tiny_args(cage2, tmp_path / "run", workflow=USER_LAST, red_agent="sleep", reward_scale=1.0))
@@ -451,9 +449,7 @@ def test_a_damaged_history_is_named(cage2: ModuleType, tmp_path: Path) -> None:
             run_search(cage2, tmp_path)
 
 
-def test_play_tells_how_well_the_order_was_kept(
-    cage2: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_play_tells_how_orders_were_kept(cage2: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     cage2.train(tiny_args(cage2, tmp_path / "run", workflow="any"))
     run_main = command_line(cage2, capsys)
     argv = ["play", "--logdir", str(tmp_path / "run"), "--red-agent", "b_line", "--workflow"]

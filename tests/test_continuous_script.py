@@ -62,9 +62,7 @@ def test_an_exact_critic_gives_zero_advantages_in_the_training_loop(
     assert min(ends[True, False], ends[False, True], ends[True, True], ends[False, False]) > 0
 
 
-def test_normalisers_have_the_discount_of_training_and_stand_still_in_evaluation(
-    continuous: ModuleType, tmp_path: Path
-) -> None:
+def test_normalisers_have_the_discount_and_stand_still_in_evaluation(continuous: ModuleType, tmp_path: Path) -> None:
     """With another gamma than the critic's, the scaled returns would not have a spread of 1."""
     args = tiny_args(continuous, tmp_path, gamma=0.9)
     vec_env = continuous.make_envs(args, 2)
@@ -210,9 +208,7 @@ def lengths_from(seed: int, episodes: int) -> list[int]:
     return [min(5, int(np.random.default_rng(seed + i).integers(1, 9))) for i in range(episodes)]
 
 
-def test_the_best_checkpoint_is_of_the_best_evaluation(
-    run_tiny: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_best_is_of_the_best_evaluation(run_tiny: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = TARGET | {"eval_every": 64, "learning_rate": 0.02, "total_timesteps": 640}
     results = [run_tiny(seed=seed, **settings) for seed in (1, 2)]
     for result in results:
@@ -353,9 +349,7 @@ NOT_FINITE = {  # environment 2 has seed 3, which is poisoned in its 20th step: 
 
 
 @pytest.mark.parametrize("text", NOT_FINITE)
-def test_a_number_that_is_not_finite_is_named_and_changes_no_checkpoint(
-    run_tiny: Run, tmp_path: Path, text: str
-) -> None:
+def test_a_number_that_is_not_finite_changes_no_checkpoint(run_tiny: Run, tmp_path: Path, text: str) -> None:
     with pytest.raises(FloatingPointError, match=text):
         run_tiny(logdir=tmp_path / "run", save_every=64, total_timesteps=640, **NOT_FINITE[text])
     latest = tmp_path / "run" / "latest.pt"

@@ -219,9 +219,7 @@ class Faulty(PoisonEnv):
     ("env_fn", "kind", "text"),
     [(Opaque, NoState, r"^The state of Opaque holds a Generator[^\n]*$"), (Faulty, TypeError, "has no len")],
 )
-def test_it_is_named_across_processes_too_and_a_fault_in_get_state_is_not_taken_for_a_missing_one(
-    env_fn: Any, kind: type[Exception], text: str
-) -> None:
+def test_it_is_named_across_processes_and_told_from_a_fault(env_fn: Any, kind: type[Exception], text: str) -> None:
     vec_env = SubprocVecEnv([env_fn] * 2, 1)
     vec_env.reset()
     with pytest.raises(kind, match=text) as caught:

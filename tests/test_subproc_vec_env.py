@@ -324,9 +324,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @pytest.mark.parametrize(("kwargs", "error", "text"), REFUSED)
-def test_what_cannot_be_is_refused_in_a_sentence_and_no_process_is_left(
-    kwargs: dict[str, Any], error: type[Exception], text: str
-) -> None:
+def test_wrong_arguments_leave_no_process(kwargs: dict[str, Any], error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
         SubprocVecEnv(**{"env_fns": [CountEnv], **kwargs})
     assert not [child for child in multiprocessing.active_children() if child.name.startswith("SubprocVecEnv")]
