@@ -155,7 +155,7 @@ def test_single_info_tells_the_true_state_by_name() -> None:
     assert (info["red_access"].shape, info["red_sessions"].shape) == ((13,), (13, 3))
 
 
-# ---- determinism and draws ------------------------------------------------------------------------------------------
+# ---- determinism, draws, saved states -------------------------------------------------------------------------------
 
 
 def test_constructor_seed_and_reset_seed_agree_and_later_resets_go_on() -> None:
@@ -205,9 +205,6 @@ def test_mixture_is_drawn_per_episode_in_its_proportions(mixture: dict[str, floa
     assert (np.abs(counts - 12000 * p) <= 4 * np.sqrt(12000 * p * (1 - p))).all()
 
 
-# ---- saving and restoring -------------------------------------------------------------------------------------------
-
-
 def test_a_restored_run_continues_bit_for_bit_in_batch_and_single() -> None:
     actions = random_actions(150, 6)
     env, other = (begun(6, MIXTURE, green=True, seed=seed) for seed in (8, 1234))
@@ -228,7 +225,7 @@ def test_a_restored_run_continues_bit_for_bit_in_batch_and_single() -> None:
         assert_same(copied.step(action), single.step(action))
 
 
-# ---- bad input ------------------------------------------------------------------------------------------------------
+# ---- bad input and invariants ---------------------------------------------------------------------------------------
 
 
 IMPOSSIBLE = simulator.free_tape(2)
@@ -304,8 +301,6 @@ def begun_single(*args: Any, **kwargs: Any) -> Cage2Env:
     env.reset(seed=0)
     return env
 
-
-# ---- invariants -----------------------------------------------------------------------------------------------------
 
 BATCHES = st.fixed_dictionaries(
     {

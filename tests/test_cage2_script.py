@@ -22,8 +22,6 @@ from envs.cage2.memory import DECOY_SLOTS
 from envs.cage2.scores import summarize
 from tests.conftest import assert_same, columns, command_line, tiny_args, tiny_runner, weights
 
-# ---- arguments ------------------------------------------------------------------------------------------------------
-
 
 def test_the_documents_preset_has_its_sizes(cage2: ModuleType) -> None:
     args = cage2.parse_args(["--configs", "workflow25"])
@@ -36,7 +34,7 @@ def test_the_documents_preset_has_its_sizes(cage2: ModuleType) -> None:
     assert vec_env.single_action_space.n == 145
 
 
-# ---- actions --------------------------------------------------------------------------------------------------------
+# ---- actions and memory ---------------------------------------------------------------------------------------------
 
 
 def test_actions_are_four_verbs_on_nine_hosts_or_the_games_own(cage2: ModuleType) -> None:
@@ -76,9 +74,6 @@ def test_next_decoys_start_one_after_the_other_and_again_after_a_restore(cage2: 
     assert standing() == [0] * 9
     vec_env.step(decoy)
     assert standing() == [1] * 9
-
-
-# ---- memory ---------------------------------------------------------------------------------------------------------
 
 
 def remembered(history: list[tuple[int, np.ndarray]]) -> np.ndarray:
@@ -204,7 +199,7 @@ def test_the_standard_error_of_several_opponents_is_that_of_strata() -> None:
     assert summarize(episodes, False, False)["standard_error"] == pytest.approx(math.sqrt(5) / 3)
 
 
-# ---- runs -----------------------------------------------------------------------------------------------------------
+# ---- runs and playing -----------------------------------------------------------------------------------------------
 
 
 def test_the_best_score_is_the_best_of_the_evaluations(cage2: ModuleType, tmp_path: Path) -> None:
@@ -233,9 +228,6 @@ def test_seconds_of_training_halve_the_loss_of_the_untrained_policy(cage2: Modul
     gain = trained.mean() - untrained.mean()
     assert gain > 10 * math.hypot(untrained.std(), trained.std()) / math.sqrt(200)
     assert trained.mean() > untrained.mean() / 2
-
-
-# ---- playing --------------------------------------------------------------------------------------------------------
 
 
 def test_play_prints_and_writes_gifs(cage2: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -31,9 +31,6 @@ def type_of(host: str) -> str:
     return host.lower().rstrip("01234")
 
 
-# ---- definitions ----------------------------------------------------------------------------------------------------
-
-
 def test_there_are_120_orders_of_the_five_types_and_no_others() -> None:
     assert len(set(workflow.ORDERS)) == 120
     units = [workflow.UNIT_TYPES[unit] for unit in workflow.TYPE_OF_HOST]

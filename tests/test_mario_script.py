@@ -20,16 +20,7 @@ import torch
 from gymnasium.spaces import Box, Discrete
 
 from envs.mario_game import MarioGame
-from tests.conftest import (
-    FASTEST_EMULATOR,
-    columns,
-    command_line,
-    minibatches_of,
-    spy,
-    tiny_args,
-    tiny_runner,
-    weights,
-)
+from tests.conftest import FASTEST_EMULATOR, columns, command_line, minibatches_of, spy, tiny_args, tiny_runner, weights
 from tests.test_mario_env import GOAL_RUNS, NOOP, RUN, decode, require
 
 BACKENDS = [
@@ -228,7 +219,7 @@ def test_the_remaining_options_train(mario: ModuleType, tmp_path: Path, monkeypa
     assert [name for name in weights(tmp_path / "run") if name.startswith("critic_cnn")]
 
 
-# ---- evaluation and playing -----------------------------------------------------------------------------------------
+# ---- evaluation, playing, learning ----------------------------------------------------------------------------------
 
 
 def test_only_starts_sticky_actions_and_sampling_tell_episodes_apart(mario: ModuleType, tmp_path: Path) -> None:
@@ -287,9 +278,6 @@ def test_play_prints_each_episode_and_films_the_stage_that_it_is_asked_for(
     assert films("--env-id", "Mario-4-1") != own
     code, _, err = main(*argv, str(tmp_path), "--env-id", "Mario-9-1")
     assert (code, "9-1" in err) == (2, True)
-
-
-# ---- learning -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

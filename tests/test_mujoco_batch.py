@@ -141,7 +141,7 @@ def test_exploding_physics_goes_on_as_in_gymnasium(env_id: str, velocity: float)
         assert_same(actual.step(action), expected.step(action), f"step {step}")
 
 
-# ---- saved and restored ---------------------------------------------------------------------------------------------
+# ---- saved and restored; which environments it can stand for --------------------------------------------------------
 
 
 @pytest.mark.parametrize("mode", [SAME, NEXT])
@@ -189,9 +189,6 @@ def test_a_masked_reset_after_a_restore_returns_the_other_rows_as_they_were(env_
     results = [envs.step(action) for envs in all_envs]
     assert_same(results[1:], results[:1] * 2)
     all_reset(2)
-
-
-# ---- which environments it can stand for ----------------------------------------------------------------------------
 
 
 class Bare(gym.Wrapper):

@@ -246,9 +246,6 @@ def test_actions_and_observations_of_every_numeric_space_arrive_unchanged(space:
     envs.close()
 
 
-# ---- autoreset --------------------------------------------------------------------------------------------------
-
-
 def test_a_reset_that_fills_the_same_arrays_again_leaves_the_final_ones_alone() -> None:
     """Where a time limit cuts an episode, its value is that of the state it reached, not of the next one's first."""
     envs = SubprocVecEnv([ReusingEnv] * 2, autoreset_mode=AutoresetMode.SAME_STEP, context="fork")
@@ -387,7 +384,7 @@ def test_results_are_the_callers_or_with_copy_false_the_shared_arrays() -> None:
         assert np.isfinite(first[0]).all()  # the memory outlives the environments as long as someone looks at it
 
 
-# ---- calls ------------------------------------------------------------------------------------------------------
+# ---- calls and states -------------------------------------------------------------------------------------------
 
 
 def test_calls_attributes_and_rendering() -> None:
@@ -460,9 +457,6 @@ class PaintEnv(CountEnv):
 
     def render(self) -> np.ndarray:
         return np.full((4, 4, 3), self.gravity)
-
-
-# ---- states -----------------------------------------------------------------------------------------------------
 
 
 def limited_noise() -> gym.Env:

@@ -196,7 +196,7 @@ def test_gamma_1_needs_the_average_reward(script: ModuleType) -> None:
     assert relative == pytest.approx(3.0)  # the level of differential values is arbitrary, and so stays
 
 
-# ---- ratio, clip, KL ------------------------------------------------------------------------------------------------
+# ---- ratio, clip, KL, value loss ------------------------------------------------------------------------------------
 
 
 def test_the_ratio_example(script: ModuleType) -> None:
@@ -273,9 +273,6 @@ def test_kl_is_not_symmetric(script: ModuleType) -> None:
         assert float(metrics["approx_kl"]) == pytest.approx(kl(old, new), rel=1e-5)
 
 
-# ---- losses, entropies, explained variance --------------------------------------------------------------------------
-
-
 def test_the_value_target_example(script: ModuleType) -> None:
     # V_old = 100, A = -50: target A + V_old = 50; squared error 50^2 = 2500, and our loss is half of it
     advantages, returns = gae(script, column(50.0), column(100.0), 0.0, 0.0, 0.0)
@@ -284,7 +281,7 @@ def test_the_value_target_example(script: ModuleType) -> None:
     assert float(metrics["value_loss"]) == 1250.0
 
 
-# ---- optimiser ------------------------------------------------------------------------------------------------------
+# ---- optimiser and baseline -----------------------------------------------------------------------------------------
 
 
 def descend(kind: type[torch.optim.Optimizer], joint: bool, target: float, limit: float = 0.5) -> Any:
@@ -323,9 +320,6 @@ def test_joint_clipping_lets_a_large_value_error_slow_the_actor() -> None:
         assert movement[name, False, target] == pytest.approx(movement[name, False, 1.0])
 
 
-# ---- the policy gradient and its baseline ---------------------------------------------------------------------------
-
-
 def test_a_baseline_of_1000_under_rewards_of_990_to_1010_saves_nearly_all_variance(script: ModuleType) -> None:
     """And leaves the expected gradient alone: E[b grad log pi] = b grad sum over a of pi(a) = b grad 1 = 0."""
     logits, means, variances = torch.zeros(3, dtype=torch.float64), [], []
@@ -343,7 +337,7 @@ def test_a_baseline_of_1000_under_rewards_of_990_to_1010_saves_nearly_all_varian
     assert variances[1] == pytest.approx(22.2, rel=1e-2)
 
 
-# ---- sizes and schedules --------------------------------------------------------------------------------------------
+# ---- sizes, schedules, environments ---------------------------------------------------------------------------------
 
 
 def test_sizes_of_the_examples(script: ModuleType) -> None:
@@ -403,9 +397,6 @@ def test_a_reward_divided_by_time_hides_a_growing_queue(
     assert torch.equal(torch.cat([rewards for (rewards, *_), _ in calls]), torch.full((30, 4), -10.0))
     progress = columns(result["logdir"])
     assert (progress["rollout/episodic_return"], progress["rollout/LTA_return"]) == ([-550] * 2, [-55] * 2)
-
-
-# ---- environments ---------------------------------------------------------------------------------------------------
 
 
 def test_make_vec_is_synchronous_and_resets_in_the_next_step_unless_told_otherwise() -> None:
