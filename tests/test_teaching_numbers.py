@@ -37,13 +37,10 @@ def advantages_of_the_example(script: ModuleType, gamma: float, gae_lambda: floa
 # ---- per-environment advantages -------------------------------------------------------------------------------------
 
 
-def test_one_step_residuals_of_the_two_environments(script: ModuleType) -> None:
+def test_residuals_and_advantages_of_the_two_environments(script: ModuleType) -> None:
     # 5 + 0.99*3 - 2, 4 + 0.99*2.5 - 3, 3 - 2.5; and -8 + 0.99*3 - 2, -7 + 0.99*2.5 - 3, -5 - 2.5
     expected = torch.tensor([[5.97, -7.03], [3.475, -7.525], [0.5, -7.5]])
     torch.testing.assert_close(advantages_of_the_example(script, 0.99, 0.0), expected)
-
-
-def test_advantages_of_the_two_environments(script: ModuleType) -> None:
     # gamma lambda = 0.9405: 3.475 + 0.9405*0.5 = 3.945, 5.97 + 0.9405*3.945 = 9.681; the same for environment 1
     expected = torch.tensor([[9.681, -20.741], [3.945, -14.579], [0.5, -7.5]])
     torch.testing.assert_close(advantages_of_the_example(script, 0.99, 0.95), expected, rtol=0, atol=1e-3)
@@ -199,17 +196,19 @@ def test_gamma_1_needs_the_average_reward(script: ModuleType) -> None:
 # ---- ratio, clip, KL, value loss ------------------------------------------------------------------------------------
 
 
-def test_the_ratio_example(script: ModuleType) -> None:
+def test_the_examples_of_ratio_surrogate_and_target(script: ModuleType) -> None:
     # pi 0.3, pi_old 0.2, A = 50: 1.5 * 50 = 75, clipped 1.2 * 50 = 60, and the smaller counts
     loss, metrics, _ = table_loss(script, [0.3 / 0.2], [50.0])
     assert float(loss) == pytest.approx(-60.0)
     assert float(metrics["clip_fraction"]) == 1.0
-
-
-def test_a_ten_percent_likelier_action_earns_ten_percent_of_its_advantage(script: ModuleType) -> None:
-    """The surrogate to first order: rho = 1.1 changes it by 0.1 A (within the clip)."""
+    # to first order: rho = 1.1 changes the surrogate by 0.1 A (within the clip)
     before, after = (float(table_loss(script, [ratio], [7.0])[0]) for ratio in (1.0, 1.1))
     assert before - after == pytest.approx(0.1 * 7.0, rel=1e-5)
+    # V_old = 100, A = -50: target A + V_old = 50; squared error 50^2 = 2500, and our loss is half of it
+    advantages, returns = gae(script, column(50.0), column(100.0), 0.0, 0.0, 0.0)
+    assert (float(advantages), float(returns)) == (-50.0, 50.0)
+    _, metrics, _ = table_loss(script, [1.0], [0.0], [100.0], [100.0], [50.0])
+    assert float(metrics["value_loss"]) == 1250.0
 
 
 def softmax_gradient(script: ModuleType, logits: torch.Tensor, action: int, old: float, advantage: float) -> Any:
@@ -271,14 +270,6 @@ def test_kl_is_not_symmetric(script: ModuleType) -> None:
     for old, new, batch in ((p, q, [0, 1] * 5), (q, p, [0] * 9 + [1])):
         _, metrics, _ = table_loss(script, [new[a] / old[a] for a in batch], [0.0] * 10)
         assert float(metrics["approx_kl"]) == pytest.approx(kl(old, new), rel=1e-5)
-
-
-def test_the_value_target_example(script: ModuleType) -> None:
-    # V_old = 100, A = -50: target A + V_old = 50; squared error 50^2 = 2500, and our loss is half of it
-    advantages, returns = gae(script, column(50.0), column(100.0), 0.0, 0.0, 0.0)
-    assert (float(advantages), float(returns)) == (-50.0, 50.0)
-    _, metrics, _ = table_loss(script, [1.0], [0.0], [100.0], [100.0], [50.0])
-    assert float(metrics["value_loss"]) == 1250.0
 
 
 # ---- optimiser and baseline -----------------------------------------------------------------------------------------
