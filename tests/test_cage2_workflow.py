@@ -23,10 +23,6 @@ USER_FIRST = "user,defender,enterprise,op_server,op_host"
 USER_LAST = "defender,enterprise,op_server,op_host,user"
 
 
-def action(name: str) -> int:
-    return ACTION_NAMES.index(name)
-
-
 def type_of(host: str) -> str:
     return host.lower().rstrip("01234")
 
@@ -220,7 +216,7 @@ def test_the_state_before_the_action_is_judged(cage2: ModuleType) -> None:
     for _ in range(3):
         vec_env.step(np.zeros(64, int))
     before = vec_env.unwrapped.true_state()["clearable"] & others
-    restores = np.array([action(f"Restore {HOSTS[row.argmax()]}") for row in before])
+    restores = np.array([ACTION_NAMES.index(f"Restore {HOSTS[row.argmax()]}") for row in before])
     infos = vec_env.step(restores)[4]
     after = vec_env.unwrapped.true_state()["clearable"] & others
     cured = (before.sum(1) == 1) & ~after.any(1)

@@ -19,6 +19,7 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
 
+from envs.atari import AtariError, AtariGame
 from envs.mario_game import MarioGame
 from tests.conftest import FASTEST_EMULATOR, columns, command_line, minibatches_of, spy, tiny_args, tiny_runner, weights
 from tests.test_mario_env import GOAL_RUNS, NOOP, RUN, decode, require
@@ -90,6 +91,17 @@ def test_a_preset_has_exactly_the_published_values(mario: ModuleType, name: str)
     expected = expected | BOTH
     assert {name: getattr(args, name) for name in expected} == expected
     assert (args.batch_size, args.batch_size // args.num_minibatches, args.num_updates) == sizes
+
+
+def test_missing_packages_of_atari_are_named(
+    mario: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("envs.atari.importlib.util.find_spec", lambda name: None)
+    code, _, message = command_line(mario, capsys)("--env-id", "ALE/Pong-v5")
+    assert (code, "Traceback" in message) == (2, False)
+    assert "pip install ale-py opencv-python-headless" in message
+    with pytest.raises(AtariError):
+        AtariGame("ALE/Pong-v5")
 
 
 FLAGS_OF_GAMES: dict[str, tuple[Any, Any]] = {  # flag -> (not its default, what the game then knows)
