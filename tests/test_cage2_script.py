@@ -12,7 +12,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
-import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -20,7 +19,7 @@ import torch
 from envs.cage2 import ACTION_NAMES, DECOYS, HOSTS, Cage2VecEnv
 from envs.cage2.memory import DECOY_SLOTS
 from envs.cage2.scores import summarize
-from tests.conftest import assert_same, columns, command_line, tiny_args, tiny_runner, weights
+from tests.conftest import assert_same, columns, command_line, tiny_args, tiny_runner
 
 
 def test_the_documents_preset_has_its_sizes(cage2: ModuleType) -> None:
@@ -206,13 +205,6 @@ def test_the_best_score_is_the_best_of_the_evaluations(cage2: ModuleType, tmp_pa
     result = tiny_runner(cage2, tmp_path)(eval_every=100)
     scores = columns(result["logdir"])["eval/score"]
     assert (len(scores), result["best_score"]) == (3, max(scores))
-
-
-def test_processes_train_the_same_weights(cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run, make_env = tiny_runner(cage2, tmp_path), cage2.make_env
-    in_one_loop = run(red_agent="meander")
-    monkeypatch.setattr(cage2, "make_env", lambda *args: gym.Wrapper(make_env(*args)))
-    assert_same(weights(run(red_agent="meander")["logdir"]), weights(in_one_loop["logdir"]))
 
 
 def test_seconds_of_training_halve_the_loss_of_the_untrained_policy(cage2: ModuleType, tmp_path: Path) -> None:

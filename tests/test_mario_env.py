@@ -18,7 +18,7 @@ from envs import nes_common, nes_core
 from envs.mario import ACTION_SETS, REWARDS, STAGES, MarioBackendError, MarioEnv, RewardTerms, available_backends
 from envs.nes_common import GRAY, RIGHT, START, A, B
 from envs.nes_core import make_core
-from tests.conftest import assert_plain, assert_same, python
+from tests.conftest import assert_plain, assert_same
 
 NOOP, WALK, RUN, RUN_JUMP, JUMP, LEFT = 0, 1, 3, 4, 5, 6  # of the "simple" action set
 
@@ -483,20 +483,6 @@ def test_noop_starts_wait_zero_to_noop_max_frames(fceumm: str) -> None:
 
 
 # ---- determinism and saved states -----------------------------------------------------------------------------------
-
-
-def digest_of_a_game(backend: str) -> str:
-    env = MarioEnv("1-1", backend, noop_max=30, sticky_action_probability=0.25, full_info=True)
-    first = env.reset(seed=5)[0].tobytes()
-    steps = [(obs.tobytes(), *others) for obs, *others in play(env, random_actions(80))]
-    return hashlib.sha256(repr((first, steps)).encode()).hexdigest()
-
-
-def test_another_process_and_another_game_see_the_same(backend: str) -> None:
-    program = f"from tests.test_mario_env import digest_of_a_game as play; print(play({backend!r}))"
-    digest = digest_of_a_game(backend)
-    assert digest_of_a_game(backend) == digest
-    assert python("-c", program).stdout.split() == [digest]
 
 
 def test_a_restored_environment_goes_on_bit_for_bit_and_is_not_disturbed_by_others(backend: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
@@ -22,14 +21,6 @@ def begun(seed: int = 0, continuous: bool = False, **settings: Any) -> TwoQueueE
 @pytest.mark.parametrize("is_box", [True, False])
 def test_gymnasium_finds_no_fault(is_box: bool) -> None:
     check_env(TwoQueueEnv(continuous=is_box), skip_render_check=True)
-
-
-def test_the_limit_of_an_episode_is_the_experimenters() -> None:
-    env = gym.make("TwoQueue-v0", max_episode_steps=7)
-    env.reset(seed=0)
-    ends = [env.step(np.zeros(1, dtype=np.float32))[2:4] for _ in range(7)]
-    assert ends == [(False, False)] * 6 + [(False, True)]
-    assert gym.spec("TwoQueue-v0").max_episode_steps is None
 
 
 def test_certain_arrivals_and_services_make_it_countable_by_hand() -> None:
@@ -73,18 +64,6 @@ def test_the_longer_queue_first_beats_chance_and_one_queue_only_is_unstable() ->
     assert mean_backlog(lambda backlog: int(rng.integers(2))) > 1.5 * longest
     # queue 1 grows by 0.4 a step: after 20 000 steps 8000 jobs, 4000 on average
     assert mean_backlog(lambda backlog: 0) > 1000
-
-
-def test_equal_seeds_and_restored_states_give_equal_runs() -> None:
-    def run(env: TwoQueueEnv) -> list[float]:
-        return [env.step(0)[1] for _ in range(50)]
-
-    first, second, other = begun(3), begun(3), begun(4)
-    assert run(first) == run(second) != run(other)
-    state = first.get_state()
-    expected = run(first)
-    other.set_state(state)
-    assert run(other) == expected
 
 
 @pytest.mark.parametrize(
