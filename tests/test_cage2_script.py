@@ -189,13 +189,10 @@ def test_summaries_by_hand() -> None:
     summary = summarize({"b_line": (rewards, lengths, fixes)}, True, False)
     assert summary["score"] == summary["b_line_100"] == -102
     assert "b_line_30" not in summary
-
-
-def test_the_standard_error_of_several_opponents_is_that_of_strata() -> None:
-    """Three opponents, two episodes each: variances 2, 0 and 8 over 2 episodes, so sqrt(1 + 0 + 4) / 3."""
+    # The standard error of several opponents is that of strata: three, of variances 2, 0 and 8 over 2 episodes
     returns = {"b_line": [-10.0, -12.0], "meander": [-50.0, -50.0], "sleep": [0.0, -4.0]}
     episodes = {red: (np.array([r]), np.array([1, 1]), np.zeros((2, 4), int)) for red, r in returns.items()}
-    assert summarize(episodes, False, False)["standard_error"] == pytest.approx(math.sqrt(5) / 3)
+    assert summarize(episodes, False, False)["standard_error"] == pytest.approx(math.sqrt(1 + 0 + 4) / 3)
 
 
 # ---- runs and playing -----------------------------------------------------------------------------------------------
@@ -223,16 +220,19 @@ def test_seconds_of_training_halve_the_loss_of_the_untrained_policy(cage2: Modul
 
 
 def test_play_prints_and_writes_gifs(cage2: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """And tells how well an order was kept."""
     run_main = command_line(cage2, capsys)
-    cage2.train(tiny_args(cage2, tmp_path / "run"))
+    cage2.train(tiny_args(cage2, tmp_path / "run", workflow="any"))
     argv = ["play", "--logdir", str(tmp_path / "run"), "--episodes", "2"]
     code, out, err = run_main(*argv)
     assert code == 0, err
     for red_agent in ("b_line", "meander", "sleep"):
         assert len(re.findall(rf"{red_agent}, episode \d: return \S+, 20 steps", out)) == 2
     assert run_main(*argv)[1] == out
-    code, out, err = run_main(*argv, "--red-agent", "b_line", "--save-gif", "--gif-dir", str(tmp_path / "gifs"))
-    assert code == 0, err
+    argv += ["--red-agent", "b_line", "--workflow", "user,defender,enterprise,op_server,op_host"]
+    code, out, err = run_main(*argv, "--save-gif", "--gif-dir", str(tmp_path / "gifs"))
+    assert (code, "compliance" in out) == (0, True), err
     assert len(list((tmp_path / "gifs").glob("b_line_*.gif"))) == 2
-    out = run_main(*argv, "--red-agent", "b_line", "--render")[1]
-    assert "Op_Server0" in out
+    assert "Op_Server0" in run_main(*argv, "--render")[1]
+    code, _, err = run_main(*argv[:-1], "user")
+    assert (code, "Traceback" not in err) == (2, True), err

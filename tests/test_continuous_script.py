@@ -19,7 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import PIL.Image
 import pytest
@@ -162,24 +161,6 @@ def test_the_kl_limit_ends_an_update_after_the_epoch_that_exceeds_it(run_tiny: R
     assert max(columns(free["logdir"])["train/approx_kl"]) > 0.02
 
 
-# ---- environments ---------------------------------------------------------------------------------------------------
-
-
-def test_batched_robots_and_those_in_processes_agree_bit_for_bit(
-    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A wrapper that does nothing sends the task from MuJoCo's threads to processes. (What wrappers do, in training,
-    evaluation and play: test_copying.py.)"""
-    monkeypatch.chdir(tmp_path)  # MuJoCo may write its log
-    settings, make_env = {"env_id": "Hopper-v5", "reset_steps": 12}, continuous.make_env
-    results = [run_tiny(**settings), run_tiny(num_workers=2, **settings)]
-    monkeypatch.setattr(continuous, "make_env", lambda *args: gym.Wrapper(make_env(*args)))
-    results.append(run_tiny(**settings))
-    for result in results[1:]:
-        assert_same(weights(result["logdir"]), weights(results[0]["logdir"]))
-        assert result["mean_return"] == results[0]["mean_return"]
-
-
 def test_an_environment_that_cannot_be_saved_can_be_trained_and_resumed(run_tiny: Run) -> None:
     """By the name of its module too, which is then imported. Its constructor knows no render_mode."""
     settings = {"env_id": "tests.known_values:Plain-v0", "reset_steps": None, "learning_rate": 0.01}
@@ -192,7 +173,7 @@ def test_an_environment_that_cannot_be_saved_can_be_trained_and_resumed(run_tiny
     assert resumed["global_step"] == 256
 
 
-# ---- evaluation and playing -----------------------------------------------------------------------------------------
+# ---- environments, evaluation, playing ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")

@@ -36,6 +36,7 @@ GOAL_RUNS = {
 MAZE_RUN = "0 9 23 3 1 9 4 16 15 19 7"  # into the loop of 4-4, on fceumm
 
 PLAYER_IS_BELOW_THE_SCREEN = {0xB5: 2}
+TIME_20 = {0x7F8: 0, 0x7F9: 2, 0x7FA: 0}
 
 
 def decode(run: str) -> list[int]:
@@ -291,10 +292,7 @@ ENDINGS = {
     "a pit": Ending("1-1", INTO_THE_FIRST_PIT, "death", range(1100, 1140)),
     "standing still": Ending("1-1", [NOOP] * 20, "stuck", range(40, 41), facts={"life": 2}),
     "a pipe in the way": Ending("1-1", TO_THE_FIRST_PIPE, "stuck", range(434, 435)),
-    # 20 are left on it
-    "the game's clock": Ending(
-        "1-1", [NOOP] * 200, "death", range(40, 41), {0x7F8: 0, 0x7F9: 2, 0x7FA: 0}, {"time": 0}
-    ),
+    "the game's clock": Ending("1-1", [NOOP] * 200, "death", range(40, 41), TIME_20, {"time": 0}),
     # the world is now 4, which is what a warp pipe does
     "a warp": Ending("1-2", [NOOP], "", range(40, 41), {0x75F: 3}, {"world": 4}),
 }
