@@ -66,9 +66,8 @@ def test_the_longer_queue_first_beats_chance_and_one_queue_only_is_unstable() ->
     assert mean_backlog(lambda backlog: 0) > 1000
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
+def test_an_impossible_task_or_queue_is_refused() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"arrival_probs": (0.6, 0.6)}, "load is 1.26"),
         ({"arrival_probs": (0.5, 0.5), "service_probs": (1.0, 1.0)}, "load is 1.00"),
         ({"arrival_probs": (0.1, 1.1)}, "arrival_probs"),
@@ -76,11 +75,10 @@ def test_the_longer_queue_first_beats_chance_and_one_queue_only_is_unstable() ->
         ({"service_probs": (0.9, -0.1)}, "service_probs"),
         ({"arrival_probs": (0.1, 0.1), "service_probs": (0.9, 0.0)}, "load is inf"),
         ({"render_mode": "rgb_array"}, "render_mode='rgb_array': choose 'ansi' or None"),
-    ],
-)
-def test_an_impossible_task_or_queue_is_refused(kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        TwoQueueEnv(**kwargs)
+    ]
+    for kwargs, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            TwoQueueEnv(**kwargs)
     for action in (-1, 2):
         with pytest.raises(ValueError, match=f"action {action}: the queues are 0 and 1"):
             begun().step(action)

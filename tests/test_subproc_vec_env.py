@@ -259,22 +259,14 @@ def test_a_reset_that_fills_the_same_arrays_again_leaves_the_final_ones_alone() 
     assert [steps for (steps,) in infos["final_info"]["steps"]] == [3, 3]
 
 
-@pytest.mark.parametrize(
-    ("mask", "error"),
-    [
-        (np.array([True]), ValueError),
-        (np.array([[True, True, True]]), ValueError),
-        (np.array([False, False, False]), ValueError),
-        (np.array([1, 1, 0]), TypeError),
-        ([True, True, False], TypeError),
-    ],
-)
-def test_bad_reset_masks_are_refused(mask: Any, error: type[Exception]) -> None:
-    options = {"reset_mask": mask}
+def test_bad_reset_masks_are_refused() -> None:
     envs = make(3, CountEnv, autoreset_mode="Disabled")
-    with pytest.raises(error, match="reset_mask"):
-        envs.reset(options=options)
-    assert "reset_mask" in options  # the caller's dict is the caller's
+    for mask in (np.array([True]), np.array([[True, True, True]]), np.zeros(3, bool), np.array([1, 1, 0]), [True] * 3):
+        options = {"reset_mask": mask}
+        boolean = isinstance(mask, np.ndarray) and mask.dtype == np.bool_
+        with pytest.raises(ValueError if boolean else TypeError, match="reset_mask"):
+            envs.reset(options=options)
+        assert "reset_mask" in options  # the caller's dict is the caller's
     envs.reset()
     envs.close()
 
