@@ -87,18 +87,17 @@ class TargetEnv(SmallEnv):
 
 
 class PoisonEnv(SmallEnv):
-    """Fine until its step number `at`, then `what` ("reward" or "obs") is `value`, if its seed is `seed`."""
+    """Fine until its step number `at`, then `what` ("reward" or "obs") is `value`, if its seed is 3."""
 
     def __init__(
-        self, what: str = "reward", value: float = np.nan, at: int = 20, seed: int = 3, render_mode: str | None = None
+        self, what: str = "reward", value: float = np.nan, at: int = 20, render_mode: str | None = None
     ) -> None:
         super().__init__(obs_dim=2, render_mode=render_mode)
-        self.what, self.value, self.at, self.poisoned_seed = what, value, at, seed
-        self.poisoned = False
+        self.what, self.value, self.at, self.poisoned = what, value, at, False
 
     def reset(self, *, seed: int | None = None, options: dict | None = None) -> tuple[np.ndarray, dict]:
         if seed is not None:
-            self.poisoned = seed == self.poisoned_seed
+            self.poisoned = seed == 3
             self.state[:] = 0  # state[0]: steps since the seed, over all episodes
         return super().reset(seed=seed)
 

@@ -14,8 +14,6 @@ from envs.cage2.scenario import BEST_EXPLOITS_FIRST, GREEN_TARGETS
 EPISODES = 4000
 HORIZONS = (30, 50, 100)
 
-# ---- the blue policies of the recordings ----------------------------------------------------------------------------
-
 REDUCED = [0, *(block + host for block in (2, 15, 132) for host in REDUCED_HOSTS)]
 REDUCED += [ACTION_NAMES.index(f"Decoy{DECOYS[d].name} {HOSTS[h]}") for h, d in DECOY_SLOTS if h in REDUCED_HOSTS]
 POLICIES: dict[str, Callable[[int, np.random.Generator], np.ndarray]] = {
@@ -23,8 +21,6 @@ POLICIES: dict[str, Callable[[int, np.random.Generator], np.ndarray]] = {
     "random": lambda num_envs, rng: rng.integers(NUM_ACTIONS, size=num_envs),
     "reduced": lambda num_envs, rng: rng.choice(REDUCED, size=num_envs),
 }
-
-# ---- the real simulator's figures -----------------------------------------------------------------------------------
 
 # version red green blue: mean and standard error after 30, 50 and 100 steps, of 400 episodes, or of 100 (leaderboard
 # meander, and red asleep)

@@ -16,25 +16,18 @@ import numpy as np
 import pytest
 
 from envs.cage2 import ACTION_NAMES, HOSTS, search, workflow
-from tests.conftest import assert_same, columns, command_line, fork, spy, tiny_args, wait
+from tests.conftest import assert_same, columns, fork, spy, tiny_args, wait
 from tests.test_resume import die_at
 
 USER_FIRST = "user,defender,enterprise,op_server,op_host"
 USER_LAST = "defender,enterprise,op_server,op_host,user"
 
 
-def action(name: str) -> int:
-    return ACTION_NAMES.index(name)
-
-
 def type_of(host: str) -> str:
     return host.lower().rstrip("01234")
 
 
-# ---- definitions ----------------------------------------------------------------------------------------------------
-
-
-def test_there_are_120_orders_of_the_five_types() -> None:
+def test_there_are_120_orders_of_the_five_types_and_no_others() -> None:
     assert len(set(workflow.ORDERS)) == 120
     units = [workflow.UNIT_TYPES[unit] for unit in workflow.TYPE_OF_HOST]
     assert units == [type_of(host) for host in HOSTS]
@@ -44,20 +37,15 @@ def test_there_are_120_orders_of_the_five_types() -> None:
         assert [workflow.UNIT_TYPES[unit] for unit in shown.argmax(1)] == list(order)
         assert shown.sum() == 5
     assert workflow.ORDERS[workflow.parse_workflow(f" {USER_FIRST}")] == tuple(USER_FIRST.split(","))
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("defender,enterprise,op_server,op_host,users", "'users'.*did you mean user"),
-        ("defender,enterprise,op_server,op_host", "once"),
-        ("user,user,defender,enterprise,op_host", "once"),
-        ("", "''"),
-    ],
-)
-def test_a_wrong_workflow_is_refused_in_one_sentence(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        workflow.parse_workflow(text)
+    wrong = {
+        "defender,enterprise,op_server,op_host,users": "'users'.*did you mean user",
+        "defender,enterprise,op_server,op_host": "once",
+        "user,user,defender,enterprise,op_host": "once",
+        "": "''",
+    }
+    for text, message in wrong.items():
+        with pytest.raises(ValueError, match=message):
+            workflow.parse_workflow(text)
 
 
 # ---- compliance -----------------------------------------------------------------------------------------------------
@@ -228,7 +216,7 @@ def test_the_state_before_the_action_is_judged(cage2: ModuleType) -> None:
     for _ in range(3):
         vec_env.step(np.zeros(64, int))
     before = vec_env.unwrapped.true_state()["clearable"] & others
-    restores = np.array([action(f"Restore {HOSTS[row.argmax()]}") for row in before])
+    restores = np.array([ACTION_NAMES.index(f"Restore {HOSTS[row.argmax()]}") for row in before])
     infos = vec_env.step(restores)[4]
     after = vec_env.unwrapped.true_state()["clearable"] & others
     cured = (before.sum(1) == 1) & ~after.any(1)
@@ -291,9 +279,7 @@ def test_operational_hosts_can_be_repaired_with_workflows_and_else_nothing_chang
     assert plain.single_action_space.n == 36
 
 
-def test_the_alignment_reward_is_learnt_from_and_not_reported(
-    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_alignment_is_learnt_not_reported(cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against Sleep nothing is ever compromised: an episode of 20 steps earns -6, reported only as learnt from."""
     calls = spy(monkeypatch, cage2, "compute_gae")
     cage2.train(tiny_args(cage2, tmp_path / "run", workflow=USER_LAST, red_agent="sleep", reward_scale=1.0))
@@ -343,15 +329,12 @@ def test_training_stops_when_the_evaluation_confirms_compliance(
 # ---- which order next: envs/cage2/search.py -------------------------------------------------------------------------
 
 
-def test_distances_are_kendalls() -> None:
+def test_distances_are_kendalls_and_the_mallows_kernel_positive_definite_unlike_the_documents() -> None:
     for a, b in [(0, 0), (0, 1), (0, 119), (7, 93)]:
         one, other = workflow.ORDERS[a], workflow.ORDERS[b]
         pairs = [(x, y) for i, x in enumerate(one) for y in one[i + 1 :]]
         assert search.DISCORDANT[a, b] == sum(other.index(x) > other.index(y) for x, y in pairs)
     assert search.DISCORDANT.max() == 10
-
-
-def test_the_mallows_kernel_is_positive_definite_and_the_documents_is_not() -> None:
     for scale in (0.05, 0.3, 1.0):
         kernel = search.mallows_kernel(scale)
         assert np.linalg.eigvalsh(kernel).min() > 1e-5
@@ -370,18 +353,11 @@ def test_the_posterior_of_two_observations_in_closed_form() -> None:
     cross = kernel[:, [4, 50]]
     np.testing.assert_allclose(mean, cross @ inverse @ [2.0, -1.0])
     np.testing.assert_allclose(std**2, 1 - np.einsum("ni,ij,nj->n", cross, inverse, cross))
-
-
-def test_the_posterior_is_in_units_of_the_return() -> None:
+    # and in units of the return
     mean, std = search.posterior_returns([0, 60, 119], [-14.0, -20.0, -17.0], [0.1] * 3, 0.2)
     np.testing.assert_allclose(mean[[0, 60, 119]], [-14, -20, -17], atol=0.05)
     np.testing.assert_allclose(std[[0, 60, 119]], 0.1, rtol=0.05)
     assert std.max() > 10 * std[0]
-
-
-def test_the_schedule_of_srinivas() -> None:
-    assert math.sqrt(search.srinivas_beta(1)) == pytest.approx(3.9, abs=0.05)
-    assert math.sqrt(search.srinivas_beta(20)) == pytest.approx(5.2, abs=0.05)
 
 
 def tries(landscape: np.ndarray, number: int, seed: int = 1) -> list[int]:
@@ -402,12 +378,15 @@ def test_the_first_orders_are_drawn_by_seed_and_none_is_tried_twice() -> None:
 
 
 def test_beta_trades_the_mean_for_uncertainty() -> None:
-    """After two good orders and a bad one: no beta stays near the good ones, a large one goes far away from all."""
+    """After two good orders and a bad one: no beta stays near the good ones, a large one goes far away from all. The
+    schedule is that of Srinivas et al. 2010."""
     tried, seen = [0, 119, 1], ([1.0, -1.0, 0.9], [0.1] * 3)
     near, far = (search.next_order(tried, *seen, beta=beta) for beta in (0.0, 1e6))
     assert search.DISCORDANT[near, 0] == 1
     assert search.DISCORDANT[far, tried].min() > search.DISCORDANT[near, tried].min() + 1
     assert search.next_order(tried, *seen, beta=None) not in tried
+    betas = [math.sqrt(search.srinivas_beta(t)) for t in (1, 20)]
+    assert betas == pytest.approx([3.9, 5.2], abs=0.05)
 
 
 def test_gp_ucb_halves_the_regret_of_random_orders() -> None:
@@ -424,34 +403,31 @@ def test_gp_ucb_halves_the_regret_of_random_orders() -> None:
 # ---- the search of the script ---------------------------------------------------------------------------------------
 
 
-def run_search(cage2: ModuleType, folder: Path, n_workflows: int = 3, **values: Any) -> dict[str, Any]:
-    """A search of orders with tiny trainings."""
+def run_search(cage2: ModuleType, folder: Path, n_workflows: int = 3, **values: Any) -> list[dict[str, Any]]:
+    """The history of a search of orders with tiny trainings."""
     options = cage2.SearchArgs(n_workflows=n_workflows, n_start=2, judge_episodes=4, shared_timesteps=2 * 256 * 25)
-    args = tiny_args(cage2, folder, workflow="any", red_agent="meander", save_every=100, **values)
-    return {"logdir": args.logdir, "history": cage2.search(options, args)}
-
-
-def without_paths(folder: Path) -> list[dict[str, Any]]:
-    return json.loads((folder / "history.json").read_text())["history"]
+    values = {"workflow": "any", "red_agent": "meander", "save_every": 100, "num_minibatches": 1} | values
+    return cage2.search(options, tiny_args(cage2, folder, **values))
 
 
 def test_a_search_killed_anywhere_goes_on_and_ends_alike(cage2: ModuleType, tmp_path: Path) -> None:
     """In the shared training, in that of an order, and between orders; and it can be extended."""
     output = tmp_path / "output.txt"
-    whole = run_search(cage2, tmp_path / "whole", num_minibatches=1)
-    assert len({record["workflow"] for record in whole["history"]}) == 3
+    broken, whole = tmp_path / "broken", run_search(cage2, tmp_path / "whole")
+    assert len({record["workflow"] for record in whole}) == 3
     for call in (2, 3, 4):  # updates of 25 steps: two of the shared training, three of each order's
 
         def work(call: int = call) -> None:
             die_at(cage2, "compute_gae", call)()
-            run_search(cage2, tmp_path / "broken", num_minibatches=1)
+            run_search(cage2, broken)
 
         assert wait(fork(work, output)) == -signal.SIGKILL, output.read_text()[-2000:]
-    run_search(cage2, tmp_path / "broken", num_minibatches=1)
-    assert_same(without_paths(tmp_path / "broken"), without_paths(tmp_path / "whole"))
-    assert len(run_search(cage2, tmp_path / "broken", 4, num_minibatches=1)["history"]) == 4
+    run_search(cage2, broken)
+    histories = (json.loads((tmp_path / x / "history.json").read_text())["history"] for x in ("broken", "whole"))
+    assert_same(*histories)
+    assert len(run_search(cage2, broken, 4)) == 4
     with pytest.raises(cage2.UsageError, match="--learning-rate"):
-        run_search(cage2, tmp_path / "broken", num_minibatches=1, learning_rate=1.0)
+        run_search(cage2, broken, learning_rate=1.0)
 
 
 def test_a_damaged_history_is_named(cage2: ModuleType, tmp_path: Path) -> None:
@@ -459,15 +435,3 @@ def test_a_damaged_history_is_named(cage2: ModuleType, tmp_path: Path) -> None:
         (tmp_path / "history.json").write_bytes(text)
         with pytest.raises(OSError, match=r"history\.json"):
             run_search(cage2, tmp_path)
-
-
-def test_play_tells_how_well_the_order_was_kept(
-    cage2: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    cage2.train(tiny_args(cage2, tmp_path / "run", workflow="any"))
-    run_main = command_line(cage2, capsys)
-    argv = ["play", "--logdir", str(tmp_path / "run"), "--red-agent", "b_line", "--workflow"]
-    code, out, err = run_main(*argv, USER_FIRST)
-    assert (code, "compliance" in out) == (0, True), err
-    code, _, err = run_main(*argv, "user")
-    assert (code, "Traceback" not in err) == (2, True), err

@@ -19,7 +19,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import PIL.Image
 import pytest
@@ -62,9 +61,7 @@ def test_an_exact_critic_gives_zero_advantages_in_the_training_loop(
     assert min(ends[True, False], ends[False, True], ends[True, True], ends[False, False]) > 0
 
 
-def test_normalisers_have_the_discount_of_training_and_stand_still_in_evaluation(
-    continuous: ModuleType, tmp_path: Path
-) -> None:
+def test_normalisers_have_the_discount_and_stand_still_in_evaluation(continuous: ModuleType, tmp_path: Path) -> None:
     """With another gamma than the critic's, the scaled returns would not have a spread of 1."""
     args = tiny_args(continuous, tmp_path, gamma=0.9)
     vec_env = continuous.make_envs(args, 2)
@@ -164,24 +161,6 @@ def test_the_kl_limit_ends_an_update_after_the_epoch_that_exceeds_it(run_tiny: R
     assert max(columns(free["logdir"])["train/approx_kl"]) > 0.02
 
 
-# ---- environments ---------------------------------------------------------------------------------------------------
-
-
-def test_batched_robots_and_those_in_processes_agree_bit_for_bit(
-    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """A wrapper that does nothing sends the task from MuJoCo's threads to processes. (What wrappers do, in training,
-    evaluation and play: test_copying.py.)"""
-    monkeypatch.chdir(tmp_path)  # MuJoCo may write its log
-    settings, make_env = {"env_id": "Hopper-v5", "reset_steps": 12}, continuous.make_env
-    results = [run_tiny(**settings), run_tiny(num_workers=2, **settings)]
-    monkeypatch.setattr(continuous, "make_env", lambda *args: gym.Wrapper(make_env(*args)))
-    results.append(run_tiny(**settings))
-    for result in results[1:]:
-        assert_same(weights(result["logdir"]), weights(results[0]["logdir"]))
-        assert result["mean_return"] == results[0]["mean_return"]
-
-
 def test_an_environment_that_cannot_be_saved_can_be_trained_and_resumed(run_tiny: Run) -> None:
     """By the name of its module too, which is then imported. Its constructor knows no render_mode."""
     settings = {"env_id": "tests.known_values:Plain-v0", "reset_steps": None, "learning_rate": 0.01}
@@ -194,7 +173,7 @@ def test_an_environment_that_cannot_be_saved_can_be_trained_and_resumed(run_tiny
     assert resumed["global_step"] == 256
 
 
-# ---- evaluation and playing -----------------------------------------------------------------------------------------
+# ---- environments, evaluation, playing ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -210,9 +189,7 @@ def lengths_from(seed: int, episodes: int) -> list[int]:
     return [min(5, int(np.random.default_rng(seed + i).integers(1, 9))) for i in range(episodes)]
 
 
-def test_the_best_checkpoint_is_of_the_best_evaluation(
-    run_tiny: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_best_is_of_the_best_evaluation(run_tiny: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = TARGET | {"eval_every": 64, "learning_rate": 0.02, "total_timesteps": 640}
     results = [run_tiny(seed=seed, **settings) for seed in (1, 2)]
     for result in results:
@@ -353,9 +330,7 @@ NOT_FINITE = {  # environment 2 has seed 3, which is poisoned in its 20th step: 
 
 
 @pytest.mark.parametrize("text", NOT_FINITE)
-def test_a_number_that_is_not_finite_is_named_and_changes_no_checkpoint(
-    run_tiny: Run, tmp_path: Path, text: str
-) -> None:
+def test_a_number_that_is_not_finite_changes_no_checkpoint(run_tiny: Run, tmp_path: Path, text: str) -> None:
     with pytest.raises(FloatingPointError, match=text):
         run_tiny(logdir=tmp_path / "run", save_every=64, total_timesteps=640, **NOT_FINITE[text])
     latest = tmp_path / "run" / "latest.pt"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -19,17 +19,9 @@ import pytest
 import torch
 from gymnasium.spaces import Box, Discrete
 
+from envs.atari import AtariError, AtariGame
 from envs.mario_game import MarioGame
-from tests.conftest import (
-    FASTEST_EMULATOR,
-    columns,
-    command_line,
-    minibatches_of,
-    spy,
-    tiny_args,
-    tiny_runner,
-    weights,
-)
+from tests.conftest import FASTEST_EMULATOR, columns, command_line, minibatches_of, spy, tiny_args, tiny_runner, weights
 from tests.test_mario_env import GOAL_RUNS, NOOP, RUN, decode, require
 
 BACKENDS = [
@@ -101,12 +93,15 @@ def test_a_preset_has_exactly_the_published_values(mario: ModuleType, name: str)
     assert (args.batch_size, args.batch_size // args.num_minibatches, args.num_updates) == sizes
 
 
-def test_a_missing_emulator_is_named_with_what_to_install(
+def test_missing_packages_of_atari_are_named(
     mario: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("envs.nes_core.available_backends", list)
-    assert mario.main(["--backend", "fceumm"]) == 2
-    assert "pip install --no-deps stable-retro" in capsys.readouterr().err
+    monkeypatch.setattr("envs.atari.importlib.util.find_spec", lambda name: None)
+    code, _, message = command_line(mario, capsys)("--env-id", "ALE/Pong-v5")
+    assert (code, "Traceback" in message) == (2, False)
+    assert "pip install ale-py opencv-python-headless" in message
+    with pytest.raises(AtariError):
+        AtariGame("ALE/Pong-v5")
 
 
 FLAGS_OF_GAMES: dict[str, tuple[Any, Any]] = {  # flag -> (not its default, what the game then knows)
@@ -143,9 +138,7 @@ def test_every_flag_of_the_games_reaches_them(mario: ModuleType) -> None:
     ("channels", "side", "sizes", "flat"),
     [(3, 64, [(32, 15, 15), (64, 6, 6), (64, 4, 4)], 1024), (4, 84, [(32, 20, 20), (64, 9, 9), (64, 7, 7)], 3136)],
 )
-def test_shapes_of_the_convolutions(
-    mario: ModuleType, channels: int, side: int, sizes: list[tuple[int, ...]], flat: int
-) -> None:
+def test_shapes_of_the_convolutions(mario: ModuleType, channels: int, side: int, sizes: Any, flat: int) -> None:
     agent = make_agent(mario, (channels, side, side))
     seen: list[tuple[int, ...]] = []
     layers = [m for m in agent.actor_cnn.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)]
@@ -214,9 +207,7 @@ def test_a_rollouts_success_rate_is_the_share_of_its_episodes_that_reach_the_fla
     assert progress["rollout/success_rate"][0] == pytest.approx(1 / progress["counters/resets"][0])
 
 
-def test_a_flag_in_the_step_of_the_time_limit_is_no_success_of_the_whole_game(
-    mario: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flag_on_the_limit_is_no_success(mario: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MarioGame, "frame", lambda game, buttons: (False, True, False))  # a flag in every frame
     values = {"env_id": "Mario-full", "noop_max": 0, "total_timesteps": 16, "reset_steps": 6}
     mario.train(tiny_args(mario, tmp_path / "run", **values))
@@ -240,7 +231,7 @@ def test_the_remaining_options_train(mario: ModuleType, tmp_path: Path, monkeypa
     assert [name for name in weights(tmp_path / "run") if name.startswith("critic_cnn")]
 
 
-# ---- evaluation and playing -----------------------------------------------------------------------------------------
+# ---- evaluation, playing, learning ----------------------------------------------------------------------------------
 
 
 def test_only_starts_sticky_actions_and_sampling_tell_episodes_apart(mario: ModuleType, tmp_path: Path) -> None:
@@ -276,41 +267,29 @@ def test_an_ended_episode_earns_nothing_more(mario: ModuleType, tmp_path: Path) 
     assert returns[0] == play_out(mario, Scripted([RUN] * 60), tmp_path, 1, **still)[0][0]
 
 
-@pytest.fixture
-def main(mario: ModuleType, capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
-    return command_line(mario, capsys)
-
-
-def test_play_prints_each_episode_and_writes_gifs(main: Any, run: Path, tmp_path: Path) -> None:
-    argv = ["play", "--logdir", str(run), "--checkpoint", "latest", "--episodes", "2", "--save-gif", "--stochastic"]
-    code, out, err = main(*argv, "--gif-dir", str(tmp_path))
-    assert code == 0, err
-    returns = [float(x) for x in re.findall(r"return (-?\d+\.\d\d), 6 steps", out)]
-    assert len(returns) == 2
-    gifs = sorted(tmp_path.glob("*.gif"))
-    assert len(gifs) == 2
-    with PIL.Image.open(gifs[0]) as gif:
-        assert gif.size == (256, 240)  # the full screen
-
-
-def test_play_takes_another_stage(main: Any, run: Path, tmp_path: Path) -> None:
+def test_play_prints_each_episode_and_films_the_stage_that_it_is_asked_for(
+    mario: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Same seed, same waiting: only the stage can make the pictures differ."""
-    argv = ["play", "--logdir", str(run), "--checkpoint", "latest", "--save-gif"]
+    main = command_line(mario, capsys)
+    argv = ["play", "--logdir", str(run), "--checkpoint", "latest", "--save-gif", "--gif-dir"]
 
-    def picture(*stage: str) -> bytes:
-        folder = tmp_path / "-".join(["gif", *stage])
-        assert main(*argv, "--gif-dir", str(folder), *stage)[0] == 0
-        (gif,) = folder.glob("*.gif")
-        return gif.read_bytes()
+    def films(*flags: str) -> list[bytes]:
+        folder = tmp_path / "-".join(["gif", *flags])
+        code, out, err = main(*argv, str(folder), *flags)
+        assert code == 0, err
+        paths = sorted(folder.glob("*.gif"))
+        assert len(paths) == len(re.findall(r"return -?\d+\.\d\d, 6 steps", out))
+        with PIL.Image.open(paths[0]) as gif:
+            assert gif.size == (256, 240)  # the full screen
+        return [path.read_bytes() for path in paths]
 
-    own = picture()
-    assert picture("--env-id", "Mario-1-1") == own
-    assert picture("--env-id", "Mario-4-1") != own
-    code, _, err = main(*argv, "--env-id", "Mario-9-1")
+    assert len(films("--episodes", "2", "--stochastic")) == 2
+    own = films()
+    assert films("--env-id", "Mario-1-1") == own
+    assert films("--env-id", "Mario-4-1") != own
+    code, _, err = main(*argv, str(tmp_path), "--env-id", "Mario-9-1")
     assert (code, "9-1" in err) == (2, True)
-
-
-# ---- learning -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.slow

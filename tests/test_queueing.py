@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import gymnasium as gym
 import numpy as np
 import pytest
 from gymnasium.utils.env_checker import check_env
@@ -23,14 +22,6 @@ def begun(seed: int = 0, continuous: bool = False, **settings: Any) -> QueueEnv:
 @pytest.mark.parametrize("setup", [True, False])
 def test_gymnasium_finds_no_fault(is_box: bool, setup: bool) -> None:
     check_env(QueueEnv(continuous=is_box, setup=setup), skip_render_check=True)
-
-
-def test_the_limit_of_an_episode_is_the_experimenters() -> None:
-    env = gym.make("TwoQueue-v0", max_episode_steps=7)
-    env.reset(seed=0)
-    ends = [env.step(np.zeros(1, dtype=np.float32))[2:4] for _ in range(7)]
-    assert ends == [(False, False)] * 6 + [(False, True)]
-    assert gym.spec("TwoQueue-v0").max_episode_steps is None
 
 
 def test_certain_arrivals_and_services_make_it_countable_by_hand() -> None:
@@ -107,9 +98,8 @@ def test_equal_seeds_and_restored_states_give_equal_runs() -> None:
     assert run(other) == expected
 
 
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
+def test_an_impossible_task_or_queue_is_refused() -> None:
+    wrong: list[tuple[dict[str, Any], str]] = [
         ({"arrival_probs": (0.6, 0.6)}, "load is 1.26"),
         ({"arrival_probs": (0.5, 0.5), "service_probs": (1.0, 1.0)}, "load is 1.00"),
         ({"arrival_probs": (0.1, 1.1)}, "arrival_probs"),
@@ -117,11 +107,10 @@ def test_equal_seeds_and_restored_states_give_equal_runs() -> None:
         ({"service_probs": (0.9, -0.1)}, "service_probs"),
         ({"arrival_probs": (0.1, 0.1), "service_probs": (0.9, 0.0)}, "load is inf"),
         ({"render_mode": "rgb_array"}, "render_mode='rgb_array': choose 'ansi' or None"),
-    ],
-)
-def test_an_impossible_task_or_queue_is_refused(kwargs: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        QueueEnv(**kwargs)
+    ]
+    for kwargs, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            QueueEnv(**kwargs)
     for action in (-1, 2):
         with pytest.raises(ValueError, match=f"action {action}: the queues are 0 to 1"):
             begun().step(action)

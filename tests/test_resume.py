@@ -125,9 +125,7 @@ def cases() -> list[Any]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("kind", cases())
-def test_a_run_killed_at_random_moments_ends_as_the_unbroken_one(
-    tmp_path: Path, request: pytest.FixtureRequest, kind: str
-) -> None:
+def test_a_run_killed_at_random_moments_ends_alike(tmp_path: Path, request: pytest.FixtureRequest, kind: str) -> None:
     """Eight times, once in the middle of a save; and wherever else kill -9 strikes."""
     name, values = KILLED[kind]
     paths = [path for path in script_paths(request.config) if domain(path) == name]
@@ -165,9 +163,7 @@ MOMENTS: dict[str, Callable[[ModuleType], Callable[[], None]]] = {
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_run_killed_at_an_awkward_moment_ends_as_the_unbroken_one(
-    continuous: ModuleType, tmp_path: Path, moment: str
-) -> None:
+def test_a_run_killed_at_an_awkward_moment_ends_alike(continuous: ModuleType, tmp_path: Path, moment: str) -> None:
     values = {"total_timesteps": 6 * 64, "save_every": 64, "eval_every": 192}
     output = tmp_path / "output.txt"
     assert wait(start(continuous, tmp_path / "unbroken", values)) == 0, output.read_text()[-2000:]
@@ -225,9 +221,7 @@ def test_an_extended_run_anneals_towards_its_new_end(run_tiny: Run, capsys: pyte
 
 
 @pytest.mark.parametrize("style", ["--logdir {}", "--logdir={}"])
-def test_the_command_line_takes_the_arguments_from_the_run(
-    continuous: ModuleType, run_main: Any, tmp_path: Path, style: str
-) -> None:
+def test_the_command_line_resumes_a_run(continuous: ModuleType, run_main: Any, tmp_path: Path, style: str) -> None:
     """`--resume --logdir D` is enough, flags given now win, and what they change is said. A finished run stays as it
     is."""
     run, logdir = tmp_path / "run", style.format(tmp_path / "run").split()
@@ -274,9 +268,7 @@ def test_a_signal_ends_the_run_cleanly_and_it_can_go_on(
     assert_same(weights(logdir), weights(tmp_path / "whole"))
 
 
-def test_a_signal_in_the_last_update_does_not_make_a_finished_run_an_unfinished_one(
-    continuous: ModuleType, tmp_path: Path
-) -> None:
+def test_a_signal_in_the_last_update_leaves_the_run_finished(continuous: ModuleType, tmp_path: Path) -> None:
     def work() -> int:
         compute_gae = continuous.compute_gae
         continuous.compute_gae = lambda *args: (os.kill(os.getpid(), signal.SIGTERM), compute_gae(*args))[1]

@@ -31,7 +31,7 @@ def through_a_file(state: Any) -> Any:
     return tree_map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, torch.load(file, weights_only=True))
 
 
-# ---- MuJoCo ---------------------------------------------------------------------------------------------------------
+# ---- robots and wrappers --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("env_id", ["HalfCheetah-v5", "Ant-v5", "Hopper-v5"])
@@ -72,9 +72,6 @@ def test_what_a_robot_of_ones_own_remembers_is_saved() -> None:
     set_state(other, through_a_file(get_state(env)))
     np.testing.assert_equal(other.step(np.ones(1))[:4], env.step(np.ones(1))[:4])
     np.testing.assert_equal(other.reset()[0], env.reset()[0])
-
-
-# ---- wrappers -------------------------------------------------------------------------------------------------------
 
 
 class Average:
@@ -219,9 +216,7 @@ class Faulty(PoisonEnv):
     ("env_fn", "kind", "text"),
     [(Opaque, NoState, r"^The state of Opaque holds a Generator[^\n]*$"), (Faulty, TypeError, "has no len")],
 )
-def test_it_is_named_across_processes_too_and_a_fault_in_get_state_is_not_taken_for_a_missing_one(
-    env_fn: Any, kind: type[Exception], text: str
-) -> None:
+def test_it_is_named_across_processes_and_told_from_a_fault(env_fn: Any, kind: type[Exception], text: str) -> None:
     vec_env = SubprocVecEnv([env_fn] * 2, 1)
     vec_env.reset()
     with pytest.raises(kind, match=text) as caught:

@@ -37,13 +37,10 @@ def advantages_of_the_example(script: ModuleType, gamma: float, gae_lambda: floa
 # ---- per-environment advantages -------------------------------------------------------------------------------------
 
 
-def test_one_step_residuals_of_the_two_environments(script: ModuleType) -> None:
+def test_residuals_and_advantages_of_the_two_environments(script: ModuleType) -> None:
     # 5 + 0.99*3 - 2, 4 + 0.99*2.5 - 3, 3 - 2.5; and -8 + 0.99*3 - 2, -7 + 0.99*2.5 - 3, -5 - 2.5
     expected = torch.tensor([[5.97, -7.03], [3.475, -7.525], [0.5, -7.5]])
     torch.testing.assert_close(advantages_of_the_example(script, 0.99, 0.0), expected)
-
-
-def test_advantages_of_the_two_environments(script: ModuleType) -> None:
     # gamma lambda = 0.9405: 3.475 + 0.9405*0.5 = 3.945, 5.97 + 0.9405*3.945 = 9.681; the same for environment 1
     expected = torch.tensor([[9.681, -20.741], [3.945, -14.579], [0.5, -7.5]])
     torch.testing.assert_close(advantages_of_the_example(script, 0.99, 0.95), expected, rtol=0, atol=1e-3)
@@ -176,40 +173,38 @@ def test_bootstrapping_does_not_depend_on_rollout_and_episode_lengths(script: Mo
     torch.testing.assert_close(advantages, torch.zeros(num_steps, 1), rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize(("gamma", "value"), [(0.9, -10.0), (0.99, -100.0)])
-def test_the_value_of_a_cost_of_1_for_ever(script: ModuleType, gamma: float, value: float) -> None:
-    """Fitting V to its own targets converges to -1 / (1 - gamma), for rollouts of any length that bootstrap."""
-    v = 0.0
-    for _ in range(400):
-        v = float(gae(script, column(*[-1.0] * 5), column(*[v] * 5), v, gamma, 0.95)[1].mean())
-    assert v == pytest.approx(value, rel=1e-3)
+def test_the_value_of_a_cost_of_1_for_ever(script: ModuleType) -> None:
+    """Fitting V to its own targets converges to -1 / (1 - gamma), for rollouts of any length that bootstrap. With gamma
+    = 1 the targets sink for ever, 5 rewards a round at most; with the average subtracted they stay."""
+
+    def fitted(reward: float, v: float, gamma: float, rounds: int) -> float:
+        for _ in range(rounds):
+            v = float(gae(script, column(*[reward] * 5), column(*[v] * 5), v, gamma, 0.95)[1].mean())
+        return v
+
+    for gamma, value in ((0.9, -10.0), (0.99, -100.0)):
+        assert fitted(-1.0, 0.0, gamma, 400) == pytest.approx(value, rel=1e-3)
+    assert fitted(-1.0, 0.0, 1.0, 100) < -250
+    # the level of differential values is arbitrary, and so stays
+    assert fitted(-1.0 - (-1.0), 3.0, 1.0, 100) == pytest.approx(3.0)
 
 
-def test_gamma_1_needs_the_average_reward(script: ModuleType) -> None:
-    """With gamma = 1 the targets sink for ever, 5 rewards a round at most; with the average subtracted they stay."""
-    sinking, relative = 0.0, 3.0
-    for _ in range(100):
-        sinking = float(gae(script, column(*[-1.0] * 5), column(*[sinking] * 5), sinking, 1.0, 0.95)[1].mean())
-        centred = column(*[-1.0 - (-1.0)] * 5)
-        relative = float(gae(script, centred, column(*[relative] * 5), relative, 1.0, 0.95)[1].mean())
-    assert sinking < -250
-    assert relative == pytest.approx(3.0)  # the level of differential values is arbitrary, and so stays
+# ---- ratio, clip, KL, value loss ------------------------------------------------------------------------------------
 
 
-# ---- ratio, clip, KL ------------------------------------------------------------------------------------------------
-
-
-def test_the_ratio_example(script: ModuleType) -> None:
+def test_the_examples_of_ratio_surrogate_and_target(script: ModuleType) -> None:
     # pi 0.3, pi_old 0.2, A = 50: 1.5 * 50 = 75, clipped 1.2 * 50 = 60, and the smaller counts
     loss, metrics, _ = table_loss(script, [0.3 / 0.2], [50.0])
     assert float(loss) == pytest.approx(-60.0)
     assert float(metrics["clip_fraction"]) == 1.0
-
-
-def test_a_ten_percent_likelier_action_earns_ten_percent_of_its_advantage(script: ModuleType) -> None:
-    """The surrogate to first order: rho = 1.1 changes it by 0.1 A (within the clip)."""
+    # to first order: rho = 1.1 changes the surrogate by 0.1 A (within the clip)
     before, after = (float(table_loss(script, [ratio], [7.0])[0]) for ratio in (1.0, 1.1))
     assert before - after == pytest.approx(0.1 * 7.0, rel=1e-5)
+    # V_old = 100, A = -50: target A + V_old = 50; squared error 50^2 = 2500, and our loss is half of it
+    advantages, returns = gae(script, column(50.0), column(100.0), 0.0, 0.0, 0.0)
+    assert (float(advantages), float(returns)) == (-50.0, 50.0)
+    _, metrics, _ = table_loss(script, [1.0], [0.0], [100.0], [100.0], [50.0])
+    assert float(metrics["value_loss"]) == 1250.0
 
 
 def softmax_gradient(script: ModuleType, logits: torch.Tensor, action: int, old: float, advantage: float) -> Any:
@@ -242,12 +237,10 @@ def coins(generator: torch.Generator) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("sample", "kl", "scatter_of_k1", "scatter_of_k3"),
+    ("sample", "kl", "sd_1", "sd_3"),
     [(normals, 0.02, 0.0125, 0.0018), (coins, 0.0204, 0.0127, 0.00017)],
 )
-def test_the_two_kl_estimators(
-    script: ModuleType, sample: Any, kl: float, scatter_of_k1: float, scatter_of_k3: float
-) -> None:
+def test_the_two_kl_estimators(script: ModuleType, sample: Any, kl: float, sd_1: float, sd_3: float) -> None:
     """Both average to the divergence over batches of 256; k1 scatters far more and is negative for every twentieth
     batch, k3 for none."""
     generator, k1, k3 = torch.Generator().manual_seed(0), np.zeros(1000), np.zeros(1000)
@@ -256,7 +249,7 @@ def test_the_two_kl_estimators(
         k1[i], k3[i] = float(metrics["old_approx_kl"]), float(metrics["approx_kl"])
     assert k1.mean() == pytest.approx(kl, abs=0.001)
     assert k3.mean() == pytest.approx(kl, abs=0.0001)
-    assert (k1.std(), k3.std()) == (pytest.approx(scatter_of_k1, rel=0.1), pytest.approx(scatter_of_k3, rel=0.1))
+    assert (k1.std(), k3.std()) == (pytest.approx(sd_1, rel=0.1), pytest.approx(sd_3, rel=0.1))
     assert 0.02 < (k1 < 0).mean() < 0.12
     assert k3.min() > 0
 
@@ -275,18 +268,7 @@ def test_kl_is_not_symmetric(script: ModuleType) -> None:
         assert float(metrics["approx_kl"]) == pytest.approx(kl(old, new), rel=1e-5)
 
 
-# ---- losses, entropies, explained variance --------------------------------------------------------------------------
-
-
-def test_the_value_target_example(script: ModuleType) -> None:
-    # V_old = 100, A = -50: target A + V_old = 50; squared error 50^2 = 2500, and our loss is half of it
-    advantages, returns = gae(script, column(50.0), column(100.0), 0.0, 0.0, 0.0)
-    assert (float(advantages), float(returns)) == (-50.0, 50.0)
-    _, metrics, _ = table_loss(script, [1.0], [0.0], [100.0], [100.0], [50.0])
-    assert float(metrics["value_loss"]) == 1250.0
-
-
-# ---- optimiser ------------------------------------------------------------------------------------------------------
+# ---- optimiser and baseline -----------------------------------------------------------------------------------------
 
 
 def descend(kind: type[torch.optim.Optimizer], joint: bool, target: float, limit: float = 0.5) -> Any:
@@ -325,9 +307,6 @@ def test_joint_clipping_lets_a_large_value_error_slow_the_actor() -> None:
         assert movement[name, False, target] == pytest.approx(movement[name, False, 1.0])
 
 
-# ---- the policy gradient and its baseline ---------------------------------------------------------------------------
-
-
 def test_a_baseline_of_1000_under_rewards_of_990_to_1010_saves_nearly_all_variance(script: ModuleType) -> None:
     """And leaves the expected gradient alone: E[b grad log pi] = b grad sum over a of pi(a) = b grad 1 = 0."""
     logits, means, variances = torch.zeros(3, dtype=torch.float64), [], []
@@ -345,7 +324,7 @@ def test_a_baseline_of_1000_under_rewards_of_990_to_1010_saves_nearly_all_varian
     assert variances[1] == pytest.approx(22.2, rel=1e-2)
 
 
-# ---- sizes and schedules --------------------------------------------------------------------------------------------
+# ---- sizes, schedules, environments ---------------------------------------------------------------------------------
 
 
 def test_sizes_of_the_examples(script: ModuleType) -> None:
@@ -405,9 +384,6 @@ def test_a_reward_divided_by_time_hides_a_growing_queue(
     assert torch.equal(torch.cat([rewards for (rewards, *_), _ in calls]), torch.full((30, 4), -10.0))
     progress = columns(result["logdir"])
     assert (progress["rollout/episodic_return"], progress["rollout/LTA_return"]) == ([-550] * 2, [-55] * 2)
-
-
-# ---- environments ---------------------------------------------------------------------------------------------------
 
 
 def test_make_vec_is_synchronous_and_resets_in_the_next_step_unless_told_otherwise() -> None:
