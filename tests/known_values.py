@@ -14,9 +14,9 @@ class SmallEnv(gymnasium.Env):
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 20}
 
-    def __init__(self, obs_dim: int, action_dim: int = 1, render_mode: str | None = None) -> None:
+    def __init__(self, obs_dim: int = 1, render_mode: str | None = None) -> None:
         self.observation_space = spaces.Box(-np.inf, np.inf, (obs_dim,), np.float32)
-        self.action_space = spaces.Box(-1.0, 1.0, (action_dim,), np.float32)
+        self.action_space = spaces.Box(-1.0, 1.0, (1,), np.float32)
         self.render_mode = render_mode
         self.state = np.zeros(obs_dim)
 
@@ -53,9 +53,6 @@ class KnownValuesEnv(SmallEnv):
     while k = 1, 2 or 3 steps were still to come, and worth something.
     """
 
-    def __init__(self, render_mode: str | None = None) -> None:
-        super().__init__(obs_dim=1, render_mode=render_mode)
-
     def begin(self) -> None:
         self.state[0] = self.np_random.integers(1, 9)
 
@@ -75,9 +72,6 @@ class TargetEnv(SmallEnv):
     The observation is uniform in [-1, 1], so the best return is 0, at action = obs / 2; always answering 0 earns
     -E[(obs/2)^2] = -1/12 = -0.083.
     """
-
-    def __init__(self, render_mode: str | None = None) -> None:
-        super().__init__(obs_dim=1, render_mode=render_mode)
 
     def begin(self) -> None:
         self.state[0] = self.np_random.uniform(-1, 1)
@@ -138,7 +132,7 @@ class DictEnv(KnownValuesEnv):
     """KnownValues-v0 whose observation is a dict of two."""
 
     def __init__(self, render_mode: str | None = None) -> None:
-        super().__init__(render_mode)
+        super().__init__(render_mode=render_mode)
         box = spaces.Box(-np.inf, np.inf, (1,), np.float32)
         self.observation_space: Any = spaces.Dict({"k": box, "pair": spaces.Box(-np.inf, np.inf, (2,), np.float32)})
 

@@ -159,7 +159,7 @@ def test_a_finite_horizon_terminates_and_shows_the_time(cage2: ModuleType) -> No
     assert obs[0, -1] == 0
 
 
-# ---- evaluation -----------------------------------------------------------------------------------------------------
+# ---- evaluation, runs, playing --------------------------------------------------------------------------------------
 
 
 def test_cells_are_prefixes_and_equal_separate_shorter_episodes(cage2: ModuleType) -> None:
@@ -193,9 +193,6 @@ def test_summaries_by_hand() -> None:
     returns = {"b_line": [-10.0, -12.0], "meander": [-50.0, -50.0], "sleep": [0.0, -4.0]}
     episodes = {red: (np.array([r]), np.array([1, 1]), np.zeros((2, 4), int)) for red, r in returns.items()}
     assert summarize(episodes, False, False)["standard_error"] == pytest.approx(math.sqrt(1 + 0 + 4) / 3)
-
-
-# ---- runs and playing -----------------------------------------------------------------------------------------------
 
 
 def test_the_best_score_is_the_best_of_the_evaluations(cage2: ModuleType, tmp_path: Path) -> None:

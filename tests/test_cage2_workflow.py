@@ -48,7 +48,7 @@ def test_there_are_120_orders_of_the_five_types_and_no_others() -> None:
             workflow.parse_workflow(text)
 
 
-# ---- compliance -----------------------------------------------------------------------------------------------------
+# ---- compliance and the early stop ----------------------------------------------------------------------------------
 
 
 def plain_reading(action: int, clearable: np.ndarray, order: int) -> list[str]:
@@ -112,9 +112,6 @@ def test_a_planted_bug_is_caught(name: str) -> None:
         check(mutant)
 
 
-# ---- the early stop -------------------------------------------------------------------------------------------------
-
-
 def counts(compliant: float, judged: int = 100) -> list[int]:
     return [round(compliant * judged), 0, judged, 0]
 
@@ -126,7 +123,7 @@ def stops(*environments: list[list[int]], threshold: float = 0.95, fewest: int =
     return workflow.is_compliant(np.array(environments), episodes, threshold, 10)
 
 
-def test_the_documents_example_of_25_environments() -> None:
+def test_the_stop_on_the_documents_example_of_25_environments_and_at_its_edges() -> None:
     """The four environments it shows have 94.75 % on average, not 95.2: the other 21 must carry the stop."""
     shown = [[counts(compliance)] * 5 for compliance in (0.92, 0.96, 0.94, 0.97)]
     others, perfect = [[counts(0.95)] * 5] * 20, [counts(1.0)] * 5
@@ -134,9 +131,7 @@ def test_the_documents_example_of_25_environments() -> None:
     assert stops(*shown, *others, perfect)
     assert not stops(*shown, *others, others[0])
     assert not stops(*shown, *others, perfect, fewest=9)
-
-
-def test_the_stop_looks_at_the_last_episodes_of_each_environment_with_enough_fixes() -> None:
+    # The stop looks at the last episodes of each environment, if there are enough fixes
     nothing, once = [0] * 4, counts(1.0, judged=1)
     assert not stops([once] * 5)  # 5 fixes in all
     assert stops([once] * 5, [once] * 5)  # 10

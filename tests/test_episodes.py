@@ -36,11 +36,6 @@ def test_plain_mujoco_tasks_are_stepped_by_threads_and_all_else_by_processes(nam
     vec_env.close()
 
 
-def known_values() -> EpisodeStatistics:
-    """KnownValues-v0 earns 1 a step, so each return is the length."""
-    return vectorize(partial(gym.make, "KnownValues-v0", max_episode_steps=5), 3, 1)
-
-
 def test_arguments_reach_the_processes_and_errors_of_the_environment_the_caller() -> None:
     vec_env: Any = vectorize(partial(gym.make, "KnownValues-v0"), 3, 2, 7.0, "restart").env
     assert (vec_env.num_workers, vec_env._pool.step_timeout, vec_env.on_worker_failure) == (2, 7.0, "restart")
@@ -50,7 +45,7 @@ def test_arguments_reach_the_processes_and_errors_of_the_environment_the_caller(
 
 
 def test_returns_and_lengths_are_those_of_each_episode_also_in_the_step_that_ends_it() -> None:
-    vec_env = known_values()
+    vec_env = vectorize(partial(gym.make, "KnownValues-v0", max_episode_steps=5), 3, 1)  # earns 1 a step
     vec_env.reset(seed=1)
     lengths, num_ended = np.zeros(3), 0
     for step in range(20):

@@ -41,7 +41,6 @@ RUNS: dict[str, dict[str, Any]] = {
                         "amp": False, "total_timesteps": 64},
 }  # fmt: skip
 COMMON: dict[str, Any] = {"learning_rate": 1e-9, "num_minibatches": 4, "update_epochs": 3}
-TERMINATE = {"ppo_continuous_mujoco", "ppo_atari_mario"}
 
 
 @dataclass
@@ -128,7 +127,7 @@ def test_what_follows_a_step_is_the_final_observation_and_never_that_of_the_rese
             terminations_seen += int(terminated.sum())
             before = obs
     assert max(distances) > 1e-3  # so the test can tell the two observations apart
-    assert (terminations_seen > 0) == (watched.name in TERMINATE)
+    assert (terminations_seen > 0) == (watched.name != "ppo_cage2_parallel")
 
 
 def test_every_transition_is_used_once_an_epoch_in_a_fresh_order_and_with_its_own_numbers(watched: Watched) -> None:

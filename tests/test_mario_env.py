@@ -449,7 +449,7 @@ def test_a_jump_counts_where_it_lands_and_a_fall_nowhere(fceumm: str) -> None:
     assert info["x_pos"] == reached["shaped"] > reached["landed"] + 100
 
 
-# ---- randomness -----------------------------------------------------------------------------------------------------
+# ---- randomness and saved states ------------------------------------------------------------------------------------
 
 
 def test_seeds_change_nothing_unless_an_option_draws(fceumm: str) -> None:
@@ -484,15 +484,11 @@ def test_sticky_actions_hold_buttons_a_quarter_of_the_frames(fceumm: str, monkey
 
 
 def test_noop_starts_wait_zero_to_noop_max_frames(fceumm: str) -> None:
-    env = MarioEnv("1-1", fceumm, noop_max=3)
-    frames = []
+    env, frames = MarioEnv("1-1", fceumm, noop_max=3), []
     for seed in range(40):
         env.reset(seed=seed)
         frames.append(int(env._game.core.ram[0x09]))  # the game's frame counter
     assert sorted(set(frames)) == list(range(min(frames), min(frames) + 4))
-
-
-# ---- determinism and saved states -----------------------------------------------------------------------------------
 
 
 def test_a_restored_environment_goes_on_bit_for_bit_and_is_not_disturbed_by_others(backend: str) -> None:

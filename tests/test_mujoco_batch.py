@@ -191,10 +191,6 @@ def test_a_masked_reset_after_a_restore_returns_the_other_rows_as_they_were(env_
     all_reset(2)
 
 
-class Bare(gym.Wrapper):
-    """A wrapper that a user adds, without RecordConstructorArgs."""
-
-
 def changed(name: str, value: Any, env_id: str = "Hopper-v5") -> gym.Env:
     env: Any = gym.make(env_id)
     target = env.unwrapped.model.opt if name == "gravity" else env.unwrapped
@@ -217,7 +213,7 @@ PLAIN: dict[str, tuple[bool, Any]] = {
     "no checker": (True, lambda: gym.make("Ant-v5", disable_env_checker=True)),
     "same gravity": (True, lambda: changed("gravity", (0, 0, -9.81))),
     "other gravity": (False, lambda: changed("gravity", (0, 0, -3.7))),
-    "wrapper": (False, lambda: Bare(gym.make("Hopper-v5"))),
+    "wrapper": (False, lambda: gym.Wrapper(gym.make("Hopper-v5"))),
     "Gymnasium's wrapper": (False, lambda: gym.wrappers.ClipAction(gym.make("Hopper-v5"))),
     "second time limit": (False, lambda: gym.wrappers.TimeLimit(gym.make("Hopper-v5"), 7)),
     "frames": (False, lambda: gym.make("Hopper-v5", render_mode="rgb_array_list")),

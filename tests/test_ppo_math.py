@@ -21,7 +21,6 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tests import known_values  # noqa: F401  (registers KnownValues-v0)
 from tests.conftest import SPACES, Sample, column, domain, flat, gae, make_batch, make_sample, with_args
 
 

@@ -116,15 +116,13 @@ KILLED: dict[str, tuple[str, dict[str, Any]]] = {
     "Mario on fceumm": ("ppo_atari_mario", MARIO | {"backend": "fceumm", "num_workers": 2}),
     "Mario, compiled": ("ppo_atari_mario", MARIO | {"compile": True}),
 }
-
-
-def cases() -> list[Any]:
-    slow = [pytest.mark.slow, can_compile]
-    return [pytest.param(kind, marks=slow if kind.endswith(("compiled", "slow")) else ()) for kind in KILLED]
+SLOW = [pytest.mark.slow, can_compile]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("kind", cases())
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=SLOW if kind.endswith(("compiled", "slow")) else ()) for kind in KILLED]
+)
 def test_a_run_killed_at_random_moments_ends_alike(tmp_path: Path, request: pytest.FixtureRequest, kind: str) -> None:
     """Eight times, once in the middle of a save; and wherever else kill -9 strikes."""
     name, values = KILLED[kind]

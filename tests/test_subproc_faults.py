@@ -241,9 +241,8 @@ class DeepEnv(CountEnv):
         raise ValueError("the door is stuck\n" * 40)
 
 
-@pytest.mark.parametrize("env_fn", [partial(FaultyEnv, "exception", "every step"), DeepEnv])
-def test_what_environments_raise_is_reported_in_25_lines_the_cause_first_without_our_frames(env_fn: Any) -> None:
-    envs = SubprocVecEnv([CountEnv] + [env_fn] * 15, 2)
+def test_what_environments_raise_is_reported_in_25_lines_the_cause_first_without_our_frames() -> None:
+    envs = SubprocVecEnv([CountEnv] + [DeepEnv] * 15, 2)
     envs.reset()
     with pytest.raises(ValueError, match=r"^ValueError during step in environment 1 \(.*the door is stuck") as caught:
         envs.step([0] * 16)
@@ -305,12 +304,9 @@ def test_an_idle_worker_that_is_killed_or_stopped_is_noticed(how: signal.Signals
     close_in_time(envs)
 
 
-class BigEnv(CountEnv):
-    big = bytes(4_000_000)
-
-
 def test_a_worker_that_is_killed_in_the_middle_of_a_large_reply_is_reported() -> None:
-    envs = SubprocVecEnv([BigEnv, BigEnv], 2, step_timeout=20.0)
+    envs = SubprocVecEnv([CountEnv] * 2, 2, step_timeout=20.0)
+    envs.set_attr("big", bytes(4_000_000))
     pool = envs._pool
     pool.request("call", [(n, ("big", (), {})) for n in range(2)], pool.workers)
     assert becomes_true(lambda: pool.workers[0].pipe.poll(0), 20.0)  # now the worker waits in the middle of its reply
@@ -689,8 +685,7 @@ def test_transitions_are_valid_while_workers_are_killed(seconds: float, pause: f
                 if restarted[n]:
                     assert (rewards[n], terminations[n], truncations[n]) == (0, False, True)
                     assert led_to.tolist() == observations[n].tolist()
-                    assert following[n][[0, 3, 4]].tolist() == [n, 0, -1]
-                    assert following[n][1] != pid
+                    assert (*following[n][[0, 3, 4]], following[n][1] != pid) == (n, 0, -1, True)
                     continue
                 ends = (count + 1) % (11 + n) == 0
                 assert (rewards[n], terminations[n], truncations[n]) == (actions[n] / 7, ends, False)

@@ -451,13 +451,9 @@ class PaintEnv(CountEnv):
         return np.full((4, 4, 3), self.gravity)
 
 
-def limited_noise() -> gym.Env:
-    return gym.wrappers.TimeLimit(NoiseEnv(), 7)
-
-
 @pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name)
 def test_a_restored_state_continues_bit_for_bit_with_another_number_of_workers(mode: AutoresetMode) -> None:
-    env = limited_noise
+    env = lambda: gym.wrappers.TimeLimit(NoiseEnv(), 7)  # noqa: E731
     first = make(5, env, 2, autoreset_mode=mode)
     first.reset(seed=1)
     random_steps(first, 10)
