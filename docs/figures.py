@@ -556,7 +556,7 @@ def halfcheetah() -> Numbers:
 
 def learning() -> Numbers:
     """Evaluation return on two robots, ours and SB3's: mean and one standard deviation over seeds."""
-    tasks = json.loads((FOLDER.parents[1] / "results" / "mujoco_learning_1000k.json").read_text())["tasks"]
+    tasks = json.loads((FOLDER.parents[1] / "results" / "former_mujoco_learning_1000k.json").read_text())["tasks"]
     figure, axes = canvas(2, width=3.6)
     for axis, task in zip(axes, ("HalfCheetah-v5", "Walker2d-v5"), strict=True):
         for key, name, color in (("seeds", "ours", BLUE), ("sb3_seeds", "SB3, its Zoo's settings", RED)):

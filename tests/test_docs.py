@@ -321,23 +321,25 @@ def row_with(page: Path, label: str) -> list[str]:
 def final_returns(name: str, kind: str = "seeds") -> dict[str, list[float]]:
     """The last evaluation of each seed of each task."""
     return {task: [run["evaluations"]["mean_return"][-1] for run in result.get(kind, {}).values()]
-            for task, result in results(f"mujoco_learning_{name}")["tasks"].items()}  # fmt: skip
+            for task, result in results(name)["tasks"].items()}  # fmt: skip
 
 
 def test_returns_on_mujoco_are_those_measured() -> None:
     """Mean and deviation, and SB3's mean, in README.md; each seed in the tables of docs/mujoco_tried.md."""
-    final, sb3 = final_returns("1000k"), final_returns("1000k", "sb3_seeds")
+    former = "former_mujoco_learning_1000k"
+    final, sb3 = final_returns(former), final_returns(former, "sb3_seeds")
     in_readme = re.findall(r"^\| (\w+-v5)\b", text_of(README), re.MULTILINE)
     assert in_readme
     present = {name.partition(",")[0]: [run["last"]["return"] for run in setting["seeds"].values()]
-               for name, setting in results("mujoco_seeds_11_to_15")["settings"].items()}  # fmt: skip
+               for name, setting in results("mujoco_learning_1000k")["settings"].items()}  # fmt: skip
     for task in in_readme:
         ours, others = row_with(README, task)[:2]
         assert_summarised((final | present)[task], ours)
         quoted = re.search(r"(\S+) \(SB3 here\)", others)
         assert quoted is None or quoted[1] == f"{statistics.mean(sb3[task]):,.0f}", task
     tables = text_of(DOCS / "mujoco_tried.md").partition("\n## Results\n")[2].partition("results/")[0]
-    labels = {task.removesuffix("-v5"): returns for task, returns in final.items()} | final_returns("3000k")
+    labels = {task.removesuffix("-v5"): returns for task, returns in final.items()}
+    labels |= final_returns("mujoco_learning_3000k")
     assert set(re.findall(r"^\| (\w+(?:-v5)?) \|", tables, re.MULTILINE)) - {"task"} == labels.keys()
     for label, returns in labels.items():
         mean, each = row_with(DOCS / "mujoco_tried.md", label)[:2]
@@ -346,8 +348,8 @@ def test_returns_on_mujoco_are_those_measured() -> None:
 
 
 def test_scores_on_cage2_and_flags_on_mario_are_those_measured() -> None:
-    runs = results("cage2_learning")["runs"]
-    scores = [run["evaluation"]["score"] for name, run in runs.items() if name.startswith("leaderboard")]
+    seeds = results("cage2_learning")["settings"]["CAGE2, leaderboard"]["seeds"]
+    scores = [run["last"]["score"] for run in seeds.values()]
     assert_summarised(scores, row_with(README, "CAGE 2, leaderboard rules")[0])
     flags = {name: [100 * run["final"]["deterministic"]["success_rate"] for run in group["seeds"].values()]
              for name, group in results("mario_learning")["groups"].items()}  # fmt: skip
