@@ -7,8 +7,7 @@
     python ppo_atari_mario.py play --logdir runs/... --save-gif      # film the best policy of a run
 
 A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.json, TensorBoard events, progress.csv
-(a row per update), best.pt and best.json (the best evaluation), latest.pt (all that --resume needs).
-"detail n" in a comment: see docs/details.md.
+(a row per update), best.pt, best.json (best evaluation), latest.pt (for --resume). "detail n": docs/details.md.
 """
 
 import contextlib
@@ -22,8 +21,6 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Sequence
-from copy import copy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,10 +30,8 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from gymnasium.vector import VectorEnv
 from torch import Tensor, nn
 from torch.distributions import Categorical
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._pytree import tree_map
 from torch.utils.tensorboard import SummaryWriter
 
@@ -70,8 +65,7 @@ class RunArgs:
     device: str = "cpu"  # torch device: cpu, cuda, cuda:1
     torch_threads: int = 1  # CPU threads of torch in the update: 2 help on an idle machine and hurt on a busy one
     compile: bool = False  # torch.compile the gradient steps: no gain for convolutions on a CPU
-    # compute the networks in bfloat16: 1.1 to 1.2 times as fast on a CPU that has it (avx512_bf16), the default there,
-    # and half as fast on one that has not
+    # compute the networks in bfloat16: faster on a CPU that has it (avx512_bf16), the default there, else slower
     amp: bool = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
     eval_every: int = 100_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 10  # episodes of an evaluation with deterministic actions, and as many with sampled ones
@@ -94,8 +88,7 @@ class EnvironmentArgs:
     max_pool: bool = False  # Mario: take the brighter of each pixel of the last two frames, against flicker
     mask_score: bool = False  # Mario: blank the rows that show score, coins and time
     show_buttons: bool = True  # Mario: paint the held buttons into the picture, since a held jump does not jump again
-    # Mario's weights of progress, time, flag and death (envs/mario.py); landed: as shaped, but jumps count when landed
-    reward: Literal["shaped", "landed", "flag1000"] = "shaped"
+    reward: Literal["shaped", "landed", "flag1000"] = "shaped"  # Mario's weights of progress, time, flag and death
     stuck_steps: int = 150  # Mario: steps without new ground after which the episode ends like a death; 0: never
     noop_max: int = 30  # an episode begins with up to this many frames of waiting, drawn at random
     sticky_action_probability: float = 0.25  # in each frame, that the console misses a change of the buttons
@@ -127,17 +120,14 @@ class PPOArgs:
 
 RANGES = {  # lowest and highest values; None passes
     "num_envs num_workers reset_steps eval_episodes num_steps num_minibatches update_epochs feature_dim": (1, 1e6),
-    "total_timesteps": (1, 1e15),
-    "eval_every save_every ent_coef vf_coef stuck_steps": (0, 1e15),
+    "seed total_timesteps eval_every save_every ent_coef vf_coef stuck_steps": (0, 2**32 - 1),
     "learning_rate clip_coef max_grad_norm target_kl step_timeout": (1e-9, 1e9),
     "gamma gae_lambda": (0, 1),
-    "seed": (0, 2**32 - 1),
     "torch_threads": (1, os.cpu_count()),
-    "frame_stack skip minibatch_growth": (1, 25),
+    "frame_stack skip minibatch_growth gif_fps": (1, 50),
     "noop_max": (0, 300),
     "sticky_action_probability": (0, 0.99),
     "episodes gif_frames": (1, 1e6),
-    "gif_fps": (1, 50),
 }
 
 
@@ -151,18 +141,15 @@ def check_ranges(args: Any) -> None:
 
 @dataclass
 class Args(PPOArgs, EnvironmentArgs, RunArgs):
-    """All arguments of a run. Raises UsageError for values that cannot work."""
-
     def __post_init__(self) -> None:
         check_ranges(self)
         self.batch_size = self.num_envs * self.num_steps
         self.num_updates = self.total_timesteps // self.batch_size
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
         minibatches = self.num_minibatches
-        large = self.batch_size > minibatches or self.norm_adv != "minibatch"
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
         require(self.batch_size % minibatches == 0, f"--num-minibatches {minibatches} does not divide {batch}.")
-        require(large, "Minibatches of one transition need --norm-adv none.")
+        require(self.batch_size > minibatches, f"--num-minibatches {minibatches} leaves one transition in each.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         require(self.device == "cpu" or torch.cuda.is_available(), f"--device {self.device} is not available here.")
         growth = self.minibatch_growth
@@ -174,7 +161,6 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "defaults": {},
     "explore": {"ent_coef": 0.05, "learning_rate": 1e-4},
     "fast": {"total_timesteps": 2_000_000, "num_envs": 8, "num_minibatches": 8, "update_epochs": 3},
     "debug": {"total_timesteps": 2_048, "num_envs": 4, "num_steps": 64, "num_minibatches": 4, "minibatch_growth": 1,
@@ -192,7 +178,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# ---- Agent -----------------------------------------------------------------------------------------------------------
 def init(layer: Any, std: float = math.sqrt(2)) -> Any:
     """Orthogonal weights of gain `std`, biases 0 (detail 2)."""
     nn.init.orthogonal_(layer.weight, std)
@@ -214,13 +199,13 @@ def cnn(channels: int, side: int, feature_dim: int) -> nn.Sequential:
 class Agent(nn.Module):
     """A categorical policy and a critic, two linear heads on one convolutional network (detail 21), or on one each."""
 
-    def __init__(self, envs: VectorEnv, args: Args) -> None:
+    def __init__(self, envs: Any, args: Args) -> None:
         super().__init__()
-        channels, side, _ = envs.single_observation_space.shape  # type: ignore[misc]
+        channels, side, _ = envs.single_observation_space.shape
         self.actor_cnn = cnn(channels, side, args.feature_dim)
         self.critic_cnn = self.actor_cnn if args.shared_cnn else cnn(channels, side, args.feature_dim)
         # A policy head of gain 0.01 starts with nearly equal probabilities for every observation.
-        self.actor_logits = init(nn.Linear(args.feature_dim, envs.single_action_space.n), 0.01)  # type: ignore
+        self.actor_logits = init(nn.Linear(args.feature_dim, envs.single_action_space.n), 0.01)
         self.critic_value = init(nn.Linear(args.feature_dim, 1), 1.0)
         self.amp = args.amp
 
@@ -260,11 +245,9 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     ended = torch.maximum(terminated, truncated)
     deltas = rewards + gamma * next_values * (1 - terminated) - values
     decay = gamma * gae_lambda * (1 - ended)
-    advantages = torch.empty_like(deltas)
-    advantage = torch.zeros_like(deltas[0])
-    for t in reversed(range(len(rewards))):  # detail 5
-        advantage = deltas[t] + decay[t] * advantage
-        advantages[t] = advantage
+    advantages = deltas.clone()  # which is all of the last row's
+    for t in reversed(range(len(rewards) - 1)):  # detail 5
+        advantages[t] += decay[t] * advantages[t + 1]
     return advantages, advantages + values
 
 
@@ -273,9 +256,7 @@ def normalize_advantages(advantages: Tensor, dim: int | None = None) -> Tensor:
     return (advantages - advantages.mean(dim, keepdim=True)) / (advantages.std(dim, keepdim=True) + 1e-8)
 
 
-class Batch(NamedTuple):
-    """Transitions to learn from; the first dimension of each tensor counts them."""
-
+class Batch(NamedTuple):  # transitions to learn from; the first dimension of each tensor counts them
     obs: Tensor
     actions: Tensor  # as they were sampled, before clipping to the action space
     log_probs: Tensor  # log pi_old(a|s)
@@ -333,9 +314,8 @@ def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches
         adam["step"] += 1
         adam["mean"] += (1 - 0.9) * (gradient - adam["mean"])
         adam["square"] += (1 - 0.999) * (gradient**2 - adam["square"])
-        step = adam["step"]  # below exp, because pow is slow where it underflows
-        mean = adam["mean"] / (1 - torch.exp(step * math.log(0.9)))
-        square = adam["square"] / (1 - torch.exp(step * math.log(0.999)))
+        mean = adam["mean"] / (1 - torch.exp(adam["step"] * math.log(0.9)))  # pow is slow where it underflows
+        square = adam["square"] / (1 - torch.exp(adam["step"] * math.log(0.999)))
         weights -= adam["learning_rate"] * mean / (square.sqrt() + 1e-5)  # detail 3
         steps.append(metrics)
     return {name: torch.stack([x[name] for x in steps]) for name in metrics}
@@ -351,21 +331,18 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 # ---- Environments and evaluation -------------------------------------------------------------------------------------
 def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
     """One game. A wrapper that is put around it here acts in training, evaluation and play."""
-    kwargs: dict[str, Any] = {
-        name: getattr(args, name) for name in ("frame_stack", "skip", "noop_max", "sticky_action_probability")
-    } | {"max_episode_steps": args.reset_steps or 0, "render_mode": "rgb_array" if render_mode else None}
-    if args.env_id.startswith("ALE/"):
-        env: gym.Env = AtariGame(args.env_id, **kwargs | {"frame_stack": args.frame_stack or 4})
-    else:
-        own = ("backend", "obs", "action_set", "max_pool", "mask_score", "show_buttons", "reward", "stuck_steps")
-        kwargs |= {name: getattr(args, name) for name in own}
-        env = MarioEnv(args.env_id.removeprefix("Mario-"), **kwargs)
+    names = ["frame_stack", "skip", "noop_max", "sticky_action_probability"]
+    game: Any = AtariGame
+    if args.env_id.startswith("Mario-"):
+        names += ["backend", "obs", "action_set", "max_pool", "mask_score", "show_buttons", "reward", "stuck_steps"]
+        game = MarioEnv
+    kwargs = {name: getattr(args, name) for name in names} | {"max_episode_steps": args.reset_steps or 0}
+    env = game(args.env_id.removeprefix("Mario-"), render_mode="rgb_array" if render_mode else None, **kwargs)
     return gym.wrappers.HumanRendering(env) if render_mode == "human" else env
 
 
 def make_envs(args: Args, num_envs: int, render_mode: str | None = None) -> Any:
-    """`num_envs` environments that begin the next episode in the step that ends one (SAME_STEP). Raises UsageError for
-    a game that cannot be made."""
+    """`num_envs` environments that begin the next episode in the step that ends one (SAME_STEP)."""
     settings = args.num_workers, args.step_timeout, args.on_worker_failure
     try:
         return vectorize(lambda: make_env(args, render_mode), num_envs, *settings)
@@ -380,17 +357,15 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
     not `deterministic`, samples: the emulator itself knows no chance. Returns their returns and lengths, (num_envs,),
     and the last infos, dicts."""
     torch.manual_seed(seed)
-    device = next(agent.parameters()).device
     returns, lengths = np.zeros(vec_env.num_envs), np.zeros(vec_env.num_envs, dtype=int)
     running = np.ones(vec_env.num_envs, dtype=bool)  # only the first episode of each environment counts
     last_infos: list[dict[str, Any]] = [{}] * vec_env.num_envs
     obs, _ = vec_env.reset(seed=seed)
     while running.any():
-        policy = agent.policy(torch.as_tensor(obs, device=device))
+        policy = agent.policy(torch.as_tensor(obs, device=next(agent.parameters()).device))
         actions = policy.mode if deterministic else policy.sample()
-        obs, rewards, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
-        returns += np.where(running, rewards, 0.0)
-        lengths += running
+        obs, _, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
+        returns[running], lengths[running] = infos["episode_return"][running], infos["episode_length"][running]
         for n in np.flatnonzero(running & (terminated | truncated)):
             last_infos[n] = {name: x[n] for name, x in infos.get("final_info", {}).items()}
             last_infos[n]["flag_get"] = bool(terminated[n] and last_infos[n].get("flag_get"))
@@ -398,18 +373,10 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
     return returns, lengths, last_infos
 
 
-# ---- Training --------------------------------------------------------------------------------------------------------
-def crossed(step: int, advance: int, every: int) -> bool:
-    """Whether the last `advance` steps, which led to `step`, reached or passed a multiple of `every` (0: never)."""
-    return every > 0 and step // every > (step - advance) // every
-
-
-def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
+def train(args: Args, signals: list[int] | tuple[()] = ()) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
-
-    Raises UsageError for arguments that cannot work, FloatingPointError for a number that is not finite, WorkerError
-    where an environment fails. If `signals`, which `main` fills, hold a signal, the run ends after its update.
-    """
+    Raises FloatingPointError for a number that is not finite, WorkerError where an environment fails. A signal in
+    `signals`, which `main` fills, ends the run after its update."""
     with contextlib.suppress(AttributeError):  # glibc is to keep what is freed: it costs a fifth of an update otherwise
         ctypes.CDLL(None).mallopt(-4, 0), ctypes.CDLL(None).mallopt(-1, 2**30)  # M_MMAP_MAX, M_TRIM_THRESHOLD
     torch.set_num_threads(1)
@@ -417,11 +384,12 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     device = torch.device(args.device)
     vec_env = make_envs(args, args.num_envs)
     agent = Agent(vec_env, args).to(device)
-    if args.init_from is not None and not args.resume:
-        load_policy(load(Path(args.init_from)), agent)
-    # All weights in one vector, of which the parameters become views: one long step costs half of many short ones.
-    weights = parameters_to_vector(agent.parameters()).detach()
-    vector_to_parameters(weights, agent.parameters())
+    start = Path(str(args.logdir), "latest.pt") if args.resume else args.init_from
+    checkpoint = load(Path(start)) if start else {}
+    if checkpoint:
+        load_policy(checkpoint, agent)
+    weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # one long step costs half of many short ones
+    nn.utils.vector_to_parameters(weights, agent.parameters())  # which become views of that one vector
     adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": torch.zeros(())}
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
     torch._dynamo.config.recompile_limit = 1000  # of one process, which may be a sweep over many runs
@@ -429,25 +397,50 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     update: Any = torch.compile(take_steps, dynamic=False, options=options) if args.compile else take_steps
     late_num_minibatches = args.num_minibatches // args.minibatch_growth
     steps_per_call = math.gcd(4, late_num_minibatches)  # one compiled call for each step would cost half as much again
-    loss_args: Any = copy(args)
-    loss_args.ent_coef = torch.zeros((), device=device)  # a tensor, since compiled code knows numbers as constants
+    ent_coef: Any = torch.zeros((), device=device)  # a tensor, since compiled code knows numbers as constants
+    loss_args = replace(args, ent_coef=ent_coef)
 
-    run = SimpleNamespace(  # where the run stands
-        global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
-        training_return=math.nan, training_success=math.nan, mean_return=math.nan, best_return=-math.inf,
-    )  # fmt: skip
+    run = SimpleNamespace(global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
+                          training_return=math.nan, training_success=math.nan, mean_return=math.nan,
+                          best_return=-math.inf)  # fmt: skip
     torch.manual_seed(args.seed)  # so that actions do not depend on how many weights were drawn
     next_obs, _ = vec_env.reset(seed=args.seed)
-    checkpoint = load(Path(str(args.logdir), "latest.pt")) if args.resume else None
-    if checkpoint is not None:
-        load_policy(checkpoint, agent)
+    if args.resume:
         vars(run).update(checkpoint["run"])
         adam = {name: x.to(device) for name, x in checkpoint["adam"].items()}
         state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
         if vec_env.set_state(state):  # environments that cannot be saved begin anew
             torch.set_rng_state(checkpoint["generator"])
             next_obs = checkpoint["obs"]
-    logdir, log, writer = open_run(args, checkpoint, vec_env)
+        for name, value in checkpoint["args"].items():
+            if name not in ("resume", "logdir") and getattr(args, name) != value:
+                print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
+    # --- run folder: new, or with its logs taken back to the checkpoint -----------------------------------------------
+    task = args.env_id.replace("/", "_").replace(":", "_")
+    logdir = Path(args.logdir or f"runs/{task}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
+    logdir.mkdir(parents=True, exist_ok=True)
+    log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
+    try:
+        fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
+    is_free = args.resume or not (logdir / "latest.pt").exists()
+    require(is_free, f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
+    log.truncate(run.csv_size)
+    commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
+    versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
+    config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
+    (logdir / "config.json").write_text(json.dumps(config, indent=1))
+    stepping = type(vec_env.unwrapped).__name__
+    print(f"{args.num_updates} updates of {args.num_envs} environments ({stepping}) x {args.num_steps} steps, "
+          f"{args.update_epochs} epochs x {args.num_minibatches} minibatches: {logdir}")  # fmt: skip
+    if args.compile:
+        print("The first update compiles the gradient steps, which takes 10 to 30 s.", flush=True)
+    if args.track is not None:
+        import wandb
+
+        wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
+    writer = SummaryWriter(str(logdir), purge_step=run.global_step + 1)
 
     all_steps, stopping = args.num_updates * args.batch_size, False
     while run.global_step < all_steps and not stopping:
@@ -455,9 +448,8 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         progress = run.global_step / all_steps
         annealing = {"linear": 1 - progress, "exponential": 0.01**progress, "none": 1.0}  # detail 4
         adam["learning_rate"] = torch.tensor(args.learning_rate * annealing[args.lr_decay], device=device)
-        loss_args.ent_coef.fill_(args.ent_coef * annealing[args.ent_decay])
+        ent_coef.fill_(args.ent_coef * annealing[args.ent_decay])
         num_minibatches = args.num_minibatches if progress < 1 / 3 else late_num_minibatches
-
         # --- collect --------------------------------------------------------------------------------------------------
         rows: list[tuple[Tensor, ...]] = []  # of each step, in the order below
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
@@ -484,7 +476,6 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
                 success = terminated[n] and infos.get("final_info", {}).get("flag_get", {n: False})[n]
                 ended.append((infos["episode_return"][n], infos["episode_length"][n], success))
             cuts += [(t, n, infos["final_obs"][n]) for n in np.flatnonzero(truncated & ~terminated).tolist()]
-
         # --- bootstrap ------------------------------------------------------------------------------------------------
         obs, actions, log_probs, values, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # (num_steps, ...)
         rewards, terminated, truncated, raw_rewards = (x.to(device, torch.float32) for x in others)
@@ -493,14 +484,11 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             if cuts:
                 times, indices, final_obs = zip(*cuts, strict=True)
                 next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=device))
-
         # --- advantages -----------------------------------------------------------------------------------------------
-        advantages, returns = compute_gae(
-            rewards, values, next_values, terminated, truncated, args.gamma, args.gae_lambda
-        )
+        gamma = args.gamma
+        advantages, returns = compute_gae(rewards, values, next_values, terminated, truncated, gamma, args.gae_lambda)
         if args.norm_adv in ("batch", "per_env"):
             advantages = normalize_advantages(advantages, dim=0 if args.norm_adv == "per_env" else None)
-
         # --- update ---------------------------------------------------------------------------------------------------
         batch = Batch(*(x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)))
         torch.set_num_threads(args.torch_threads)
@@ -523,22 +511,17 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         run.global_step += args.batch_size
         seconds = time.perf_counter() - started
         run.seconds += seconds
-
         # --- evaluate -------------------------------------------------------------------------------------------------
-        evaluating = run.global_step >= all_steps or crossed(run.global_step, args.batch_size, args.eval_every)
+        # Each batch that reaches or passes a multiple of --eval-every leaves a remainder below its own size (0: never).
+        evaluating = run.global_step >= all_steps or run.global_step % (args.eval_every or math.inf) < args.batch_size
         scores: dict[str, tuple[float, ...]] = {}
-        is_best = False
         if evaluating:
-            eval_envs = make_envs(args, args.eval_episodes)
-            for kind in ("eval", "eval_sampled"):
-                totals, lengths, infos = evaluate(agent, eval_envs, deterministic=kind == "eval")
-                flags = np.mean([info.get("flag_get", False) for info in infos])
-                scores[kind] = totals.mean(), totals.std(), lengths.mean(), flags
-            eval_envs.close()
+            with contextlib.closing(make_envs(args, args.eval_episodes)) as eval_envs:
+                for kind in ("eval", "eval_sampled"):
+                    totals, lengths, infos = evaluate(agent, eval_envs, deterministic=kind == "eval")
+                    flags = np.mean([info.get("flag_get", False) for info in infos])
+                    scores[kind] = totals.mean(), totals.std(), lengths.mean(), flags
             run.mean_return = float(scores["eval"][0])
-            is_best = run.mean_return > run.best_return
-            run.best_return = max(run.best_return, run.mean_return)
-
         # --- log ------------------------------------------------------------------------------------------------------
         mean_return, mean_length, success_rate = np.mean(ended, axis=0).tolist() if ended else [math.nan] * 3
         if ended:
@@ -548,7 +531,7 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             "train/explained_variance": explained_variance(batch.values, batch.returns),
             "train/value_abs_error": float((batch.values - batch.returns).abs().mean()),
             "train/learning_rate": float(adam["learning_rate"]),
-            "train/ent_coef": float(loss_args.ent_coef),
+            "train/ent_coef": float(ent_coef),
             "rollout/episodic_return": mean_return,
             "rollout/episodic_length": mean_length,
             "rollout/success_rate": success_rate,  # of Mario's episodes, those that reached the flag
@@ -572,18 +555,17 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         line += f"flag {run.training_success:.0%}, evaluation {run.mean_return:.2f}, {minutes:.1f} min left"
         is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
         print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
-
         # --- save -----------------------------------------------------------------------------------------------------
         stopping = bool(signals)
-        saving = crossed(run.global_step, args.batch_size, args.save_every) or run.rollouts == 1
+        saving = run.rollouts == 1 or run.global_step % (args.save_every or math.inf) < args.batch_size
         if saving or evaluating or stopping:
             state = {"format": FORMAT, "args": asdict(args) | {"resume": False}, "run": vars(run), "adam": adam,
                      "agent": agent.state_dict(), "envs": vec_env.get_state(), "obs": next_obs,
                      "generator": torch.get_rng_state()}  # fmt: skip
-            if is_best:
+            if run.mean_return > run.best_return:
+                run.best_return = run.mean_return  # in `state` too
                 save(logdir / "best.pt", state)
-                best = {"problem": args.env_id, "score": run.best_return, "logdir": str(logdir)}
-                (logdir / "best.json").write_text(json.dumps(best))
+                (logdir / "best.json").write_text(json.dumps({"problem": args.env_id, "score": run.best_return}))
             save(logdir / "latest.pt", state)
 
     vec_env.close()
@@ -591,54 +573,17 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     log.close()
     print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
     with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged best.json costs no more than this line
-        runs = [json.loads(path.read_text()) for path in logdir.parent.glob("*/best.json")]
-        scores = {x["logdir"]: x["score"] for x in runs if x["problem"] == args.env_id}
-        best_run = max(scores, key=scores.__getitem__)
-        print(f"best of {len(scores)} runs of {args.env_id}: {scores[best_run]:.2f}, {best_run}")
+        runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
+        score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.env_id)
+        print(f"best of all runs of {args.env_id}: {score:.2f}, {best_run}")
     if stopping:
         print(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
     return {"logdir": str(logdir), **vars(run)}
 
 
-# ---- Run folder and checkpoints --------------------------------------------------------------------------------------
-def open_run(args: Args, checkpoint: dict[str, Any] | None, vec_env: Any) -> tuple[Path, Any, SummaryWriter]:
-    """Create the run folder, or take the logs of a run back to its checkpoint. Returns the folder, progress.csv, which
-    is locked against other runs, and TensorBoard's writer."""
-    task = args.env_id.replace("/", "_").replace(":", "_")
-    name = f"{task}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    logdir = Path(args.logdir or f"runs/{name}")
-    logdir.mkdir(parents=True, exist_ok=True)
-    log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
-    try:
-        fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
-    is_new = checkpoint is not None or not (logdir / "latest.pt").exists()
-    require(is_new, f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
-    saved = checkpoint or {"args": {}, "run": {"csv_size": 0, "global_step": -1}}
-    for name, value in saved["args"].items():
-        if name not in ("resume", "logdir") and getattr(args, name, None) != value:
-            print(f"--{name.replace('_', '-')} is {getattr(args, name, None)} from now on; it was {value}.")
-    log.truncate(saved["run"]["csv_size"])
-    commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
-    versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
-    config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
-    (logdir / "config.json").write_text(json.dumps(config, indent=1))
-    stepping = type(vec_env.unwrapped).__name__
-    print(f"{args.num_updates} updates of {args.num_envs} environments ({stepping}) x {args.num_steps} steps, "
-          f"{args.update_epochs} epochs x {args.num_minibatches} minibatches: {logdir}")  # fmt: skip
-    if args.compile:
-        print("The first update compiles the gradient steps, which takes 10 to 30 s.", flush=True)
-    if args.track is not None:
-        import wandb
-
-        wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
-    return logdir, log, SummaryWriter(str(logdir), purge_step=saved["run"]["global_step"] + 1)
-
-
+# ---- Checkpoints -----------------------------------------------------------------------------------------------------
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint so that `path` is a complete file at every moment. Arrays become tensors, which `torch.load`
-    reads without running any code."""
+    """Write a checkpoint so that `path` is a complete file at every moment. Arrays become tensors: data, not code."""
     with open(path.with_suffix(".tmp"), "wb") as file:
         torch.save(tree_map(lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x, state), file)
         file.flush()
@@ -647,11 +592,9 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint; nothing in it is executed. Raises OSError for a file that is missing, damaged or of another
-    script, UsageError for one whose env_id names a module that the command line does not."""
+    """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            require(archive.testzip() is None, "wrong checksum")  # torch does not look at them
+        require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
         require(state["format"] == FORMAT, "another format")
         state["args"] = {name: x for name, x in state["args"].items() if name in Args.__dataclass_fields__}
@@ -674,7 +617,7 @@ def load_policy(checkpoint: dict[str, Any], agent: Agent) -> None:
 @dataclass
 class PlayArgs:
     logdir: str | None = None  # run folder; not needed if --checkpoint is the path of a file
-    checkpoint: str = "best"  # best, latest, or the path of a file
+    checkpoint: str = "best"  # best, latest, or the path of a file: a name in --logdir, if that is given
     env_id: str | None = None  # stage to play, as Mario-1-2; default: that of the checkpoint
     episodes: int = 1  # episodes to play
     seed: int = 0  # seed of the first episode; episode i gets seed + i
@@ -689,8 +632,7 @@ class PlayArgs:
 def play(options: PlayArgs) -> list[float]:
     """Play the policy of a checkpoint and print each episode's return; returns these. With --save-gif, film it."""
     check_ranges(options)
-    is_name = options.checkpoint in ("best", "latest")
-    path = Path(options.logdir or ".", f"{options.checkpoint}.pt") if is_name else Path(options.checkpoint)
+    path = Path(options.logdir or "", options.checkpoint).with_suffix(".pt")
     checkpoint = load(path)
     torch.set_num_threads(1)  # more wait for each other over a single picture
     args = Args(**checkpoint["args"] | {"device": "cpu", "torch_threads": 1})
@@ -713,32 +655,24 @@ def play(options: PlayArgs) -> list[float]:
     return returns
 
 
-def layered(presets: Sequence[str]) -> dict[str, Any]:
-    """The values of presets, layered from left to right."""
-    unknown = [name for name in presets if name not in PRESETS]
-    require(not unknown, f"There is no preset {', '.join(unknown)}; there are {', '.join(PRESETS)}.")
-    return {key: value for name in presets for key, value in PRESETS[name].items()}
-
-
 def preset(*names: str, **flags: Any) -> Args:
-    """Arguments from presets and flags, which win, for programs: `train(preset("debug", seed=2))`."""
-    return Args(configs=names, **layered(names) | flags)
+    """`--configs names` and flags, which win, for programs: `train(preset("debug", seed=2))`."""
+    return replace(parse_args(["--configs", *names]), **flags)
 
 
 def parse_args(argv: list[str]) -> Args:
-    """Arguments from the presets of --configs, or from the run to --resume, and from flags, which win."""
+    """Arguments from the run to --resume, the presets of --configs from left to right, and flags: the last one wins."""
     first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)
     values = load(Path(first.logdir, "latest.pt"))["args"] if first.resume and first.logdir else {}
-    values = values | layered(first.configs)
-    groups = RunArgs(), EnvironmentArgs(), PPOArgs()  # as --help shows them
-    for group in groups:
+    for name in first.configs:
+        require(name in PRESETS, f"There is no preset {name}; there are {', '.join(PRESETS)}.")
+        values = values | PRESETS[name]
+    groups: Any = {"run": RunArgs(), "environments": EnvironmentArgs(), "ppo": PPOArgs()}  # as --help shows them
+    for group in groups.values():
         vars(group).update({name: values[name] for name in vars(group) & values.keys()})
-
-    def parse(run: RunArgs = groups[0], environments: EnvironmentArgs = groups[1], ppo: PPOArgs = groups[2]) -> Args:
-        return Args(**vars(run), **vars(environments), **vars(ppo))
-
     description = f"{__doc__}\nPresets of --configs: {', '.join(PRESETS)}."
-    return tyro.cli(parse, args=argv, description=description, config=(tyro.conf.OmitArgPrefixes,))
+    groups = tyro.cli(dict, default=groups, args=argv, description=description, config=(tyro.conf.OmitArgPrefixes,))
+    return Args(**vars(groups["run"]), **vars(groups["environments"]), **vars(groups["ppo"]))
 
 
 def main(argv: list[str]) -> int:

@@ -7,8 +7,7 @@
     python ppo_cage2_parallel.py play --logdir runs/... --red-agent meander  # watch the best policy of a run defend
 
 A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.json, TensorBoard events, progress.csv
-(a row per update), best.pt and best.json (the best evaluation), latest.pt (all that --resume needs).
-"detail n" in a comment: see docs/details.md.
+(a row per update), best.pt, best.json (best evaluation), latest.pt (for --resume). "detail n": docs/details.md.
 """
 
 import contextlib
@@ -21,8 +20,6 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Sequence
-from copy import copy
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -33,9 +30,7 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from gymnasium.vector import VectorEnv
 from torch import Tensor, nn
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._pytree import tree_map
 from torch.utils.tensorboard import SummaryWriter
 
@@ -123,16 +118,14 @@ class PPOArgs:
 RED_MIXTURE = {"b_line": 0.5, "meander": 0.45, "sleep": 0.05}  # of --red-agent mixed, for each episode
 RANGES = {  # lowest and highest values; None passes
     "num_envs num_workers max_steps eval_episodes num_steps num_minibatches update_epochs hidden_sizes": (1, 1e6),
-    "total_timesteps shared_timesteps": (1, 1e15),
-    "eval_every save_every ent_coef vf_coef alignment min_episodes": (0, 1e15),
+    "seed total_timesteps shared_timesteps eval_every save_every min_episodes": (0, 2**32 - 1),
+    "ent_coef vf_coef alignment gp_beta": (0, 1e9),
     "learning_rate reward_scale clip_coef max_grad_norm target_kl step_timeout gp_scale": (1e-9, 1e9),
     "gamma gae_lambda compliance_threshold": (0, 1),
-    "seed": (0, 2**32 - 1),
     "torch_threads": (1, os.cpu_count()),
     "episodes gif_frames n_start": (1, 1e6),
     "gif_fps": (1, 50),
     "n_workflows": (1, len(ORDERS)),
-    "gp_beta": (0, 1e9),
     "judge_episodes": (2, 1e6),
 }
 
@@ -147,18 +140,15 @@ def check_ranges(args: Any) -> None:
 
 @dataclass
 class Args(PPOArgs, EnvironmentArgs, RunArgs):
-    """All arguments of a run. Raises UsageError for values that cannot work."""
-
     def __post_init__(self) -> None:
         check_ranges(self)
         self.batch_size = self.num_envs * self.num_steps
         self.num_updates = self.total_timesteps // self.batch_size
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
         minibatches = self.num_minibatches
-        large = self.batch_size > minibatches or self.norm_adv != "minibatch"
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
         require(self.batch_size % minibatches == 0, f"--num-minibatches {minibatches} does not divide {batch}.")
-        require(large, "Minibatches of one transition need --norm-adv none.")
+        require(self.batch_size > minibatches, f"--num-minibatches {minibatches} leaves one transition in each.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         require(self.device == "cpu" or torch.cuda.is_available(), f"--device {self.device} is not available here.")
         self.red_agents: list[Any] = [name for name in RED_MIXTURE if self.red_agent in (name, "mixed")]
@@ -192,7 +182,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-# ---- Agent -----------------------------------------------------------------------------------------------------------
 def mlp(sizes: list[int], output_std: float) -> nn.Sequential:
     """Tanh layers of these widths, orthogonal weights, biases 0 (detail 2); the last is linear, with another gain."""
     layers: list[nn.Module] = []
@@ -230,9 +219,9 @@ class Categorical:
 class Agent(nn.Module):
     """A categorical policy and a critic: two networks."""
 
-    def __init__(self, envs: VectorEnv, args: Args) -> None:
+    def __init__(self, envs: Any, args: Args) -> None:
         super().__init__()
-        (obs_dim,), num_actions = envs.single_observation_space.shape, int(envs.single_action_space.n)  # type: ignore
+        (obs_dim,), num_actions = envs.single_observation_space.shape, envs.single_action_space.n
         # details 13, 26: nothing is shared. A policy head of gain 0.01 starts nearly uniform for every observation.
         self.actor = mlp([obs_dim, *args.hidden_sizes, num_actions], output_std=0.01)
         self.critic = mlp([obs_dim, *args.hidden_sizes, 1], output_std=1.0)
@@ -268,11 +257,9 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     ended = torch.maximum(terminated, truncated)
     deltas = rewards + gamma * next_values * (1 - terminated) - values
     decay = gamma * gae_lambda * (1 - ended)
-    advantages = torch.empty_like(deltas)
-    advantage = torch.zeros_like(deltas[0])
-    for t in reversed(range(len(rewards))):  # detail 5
-        advantage = deltas[t] + decay[t] * advantage
-        advantages[t] = advantage
+    advantages = deltas.clone()  # which is all of the last row's
+    for t in reversed(range(len(rewards) - 1)):  # detail 5
+        advantages[t] += decay[t] * advantages[t + 1]
     return advantages, advantages + values
 
 
@@ -281,9 +268,7 @@ def normalize_advantages(advantages: Tensor, dim: int | None = None) -> Tensor:
     return (advantages - advantages.mean(dim, keepdim=True)) / (advantages.std(dim, keepdim=True) + 1e-8)
 
 
-class Batch(NamedTuple):
-    """Transitions to learn from; the first dimension of each tensor counts them."""
-
+class Batch(NamedTuple):  # transitions to learn from; the first dimension of each tensor counts them
     obs: Tensor
     actions: Tensor
     log_probs: Tensor  # log pi_old(a|s)
@@ -341,9 +326,8 @@ def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches
         adam["step"] += 1
         adam["mean"] += (1 - 0.9) * (gradient - adam["mean"])
         adam["square"] += (1 - 0.999) * (gradient**2 - adam["square"])
-        step = adam["step"]  # below exp, because pow is slow where it underflows
-        mean = adam["mean"] / (1 - torch.exp(step * math.log(0.9)))
-        square = adam["square"] / (1 - torch.exp(step * math.log(0.999)))
+        mean = adam["mean"] / (1 - torch.exp(adam["step"] * math.log(0.9)))  # pow is slow where it underflows
+        square = adam["square"] / (1 - torch.exp(adam["step"] * math.log(0.999)))
         weights -= adam["learning_rate"] * mean / (square.sqrt() + 1e-5)  # detail 3
         steps.append(metrics)
     return {name: torch.stack([x[name] for x in steps]) for name in metrics}
@@ -385,13 +369,12 @@ def make_envs(args: Args, num_envs: int, render_mode: str | None = None) -> Any:
 def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool = True) -> tuple[np.ndarray, ...]:
     """Play an episode in each of `vec_env`, the i-th from seed + i. Returns rewards (num_steps, num_envs), lengths
     (num_envs,) and, with a workflow, fixes by verdict (num_envs, 4)."""
-    device = next(agent.parameters()).device
     rows, lengths = [], np.zeros(vec_env.num_envs, dtype=int)
     fixes = np.zeros((vec_env.num_envs, len(VERDICTS)), dtype=int)
     running = np.ones(vec_env.num_envs, dtype=bool)  # only the first episode of each environment counts
     obs, _ = vec_env.reset(seed=seed)
     while running.any():
-        policy = agent.policy(torch.as_tensor(obs, device=device))
+        policy = agent.policy(torch.as_tensor(obs, device=next(agent.parameters()).device))
         actions = policy.mode if deterministic else policy.sample()
         obs, rewards, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
         rows.append(np.where(running, rewards, 0.0))
@@ -406,34 +389,26 @@ def score(agent: Agent, args: Args, num_episodes: int, seed: int = 10_000) -> di
     agent, each from its own fixed seed, so that two evaluations differ by their policies alone."""
     episodes = {}
     for i, red_agent in enumerate(args.red_agents):
-        vec_env = make_envs(replace(args, red_agent=red_agent), num_episodes)
-        episodes[red_agent] = evaluate(agent, vec_env, seed + i * num_episodes)
-        vec_env.close()
+        with contextlib.closing(make_envs(replace(args, red_agent=red_agent), num_episodes)) as vec_env:
+            episodes[red_agent] = evaluate(agent, vec_env, seed + i * num_episodes)
     return summarize(episodes, args.finite_horizon, args.workflow is not None)
 
 
-# ---- Training --------------------------------------------------------------------------------------------------------
-def crossed(step: int, advance: int, every: int) -> bool:
-    """Whether the last `advance` steps, which led to `step`, reached or passed a multiple of `every` (0: never)."""
-    return every > 0 and step // every > (step - advance) // every
-
-
-def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
+def train(args: Args, signals: list[int] | tuple[()] = ()) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
-
-    Raises UsageError for arguments that cannot work, FloatingPointError for a number that is not finite, WorkerError
-    where an environment fails. If `signals`, which `main` fills, hold a signal, the run ends after its update.
-    """
+    Raises FloatingPointError for a number that is not finite, WorkerError where an environment fails. A signal in
+    `signals`, which `main` fills, ends the run after its update."""
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
     vec_env = make_envs(args, args.num_envs)
     agent = Agent(vec_env, args).to(device)
-    if args.init_from is not None and not args.resume:
-        load_policy(load(Path(args.init_from)), agent)
-    # All weights in one vector, of which the parameters become views: one long step costs half of many short ones.
-    weights = parameters_to_vector(agent.parameters()).detach()
-    vector_to_parameters(weights, agent.parameters())
+    start = Path(str(args.logdir), "latest.pt") if args.resume else args.init_from
+    checkpoint = load(Path(start)) if start else {}
+    if checkpoint:
+        load_policy(checkpoint, agent)
+    weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # one long step costs half of many short ones
+    nn.utils.vector_to_parameters(weights, agent.parameters())  # which become views of that one vector
     adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": torch.zeros(())}
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
     torch._dynamo.config.recompile_limit = 1000  # of one process, which may be a sweep over many runs
@@ -441,25 +416,50 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     update: Any = torch.compile(take_steps, dynamic=False, options=options) if args.compile else take_steps
     look_back: Any = torch.compile(recall, dynamic=False, options=options) if args.compile else recall
     steps_per_call = math.gcd(4, args.num_minibatches)  # one compiled call for each step would cost half as much again
-    loss_args: Any = copy(args)
-    loss_args.ent_coef = torch.zeros((), device=device)  # a tensor, since compiled code knows numbers as constants
+    ent_coef: Any = torch.zeros((), device=device)  # a tensor, since compiled code knows numbers as constants
+    loss_args = replace(args, ent_coef=ent_coef)
 
-    run = SimpleNamespace(  # where the run stands
-        global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
-        training_return=math.nan, first_return=math.nan, score=math.nan, best_score=-math.inf, compliant=False,
-    )  # fmt: skip
+    run = SimpleNamespace(global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
+                          training_return=math.nan, first_return=math.nan, score=math.nan, best_score=-math.inf,
+                          compliant=False)  # fmt: skip
     torch.manual_seed(args.seed)  # so that actions do not depend on how many weights were drawn
     next_obs, _ = vec_env.reset(seed=args.seed)
-    checkpoint = load(Path(str(args.logdir), "latest.pt")) if args.resume else None
-    if checkpoint is not None:
-        load_policy(checkpoint, agent)
+    if args.resume:
         vars(run).update(checkpoint["run"])
         adam = {name: x.to(device) for name, x in checkpoint["adam"].items()}
         state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
         if vec_env.set_state(state):  # environments that cannot be saved begin anew
             torch.set_rng_state(checkpoint["generator"])
             next_obs = checkpoint["obs"]
-    logdir, log, writer = open_run(args, checkpoint, vec_env)
+        for name, value in checkpoint["args"].items():
+            if name not in ("resume", "logdir") and getattr(args, name) != value:
+                print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
+    # --- run folder: new, or with its logs taken back to the checkpoint -----------------------------------------------
+    task = args.env_id.replace("/", "_").replace(":", "_")
+    logdir = Path(args.logdir or f"runs/{task}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
+    logdir.mkdir(parents=True, exist_ok=True)
+    log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
+    try:
+        fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
+    is_free = args.resume or not (logdir / "latest.pt").exists()
+    require(is_free, f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
+    log.truncate(run.csv_size)
+    commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
+    versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
+    config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
+    (logdir / "config.json").write_text(json.dumps(config, indent=1))
+    stepping = type(vec_env.unwrapped).__name__
+    print(f"{args.num_updates} updates of {args.num_envs} environments ({stepping}) x {args.num_steps} steps, "
+          f"{args.update_epochs} epochs x {args.num_minibatches} minibatches: {logdir}")  # fmt: skip
+    if args.compile:
+        print("The first update compiles the gradient steps, which takes 10 to 30 s.", flush=True)
+    if args.track is not None:
+        import wandb
+
+        wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
+    writer = SummaryWriter(str(logdir), purge_step=run.global_step + 1)
 
     nothing = np.full((args.max_steps, 1), math.nan), math.nan, np.zeros((0, len(VERDICTS)))
     no_evaluation = summarize(dict.fromkeys(args.red_agents, nothing), args.finite_horizon, args.workflow is not None)
@@ -469,8 +469,7 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         progress = run.global_step / all_steps
         annealing = {"linear": 1 - progress, "exponential": 0.01**progress, "none": 1.0}  # detail 4
         adam["learning_rate"] = torch.tensor(args.learning_rate * annealing[args.lr_decay], device=device)
-        loss_args.ent_coef.fill_(args.ent_coef * annealing[args.ent_decay])
-
+        ent_coef.fill_(args.ent_coef * annealing[args.ent_decay])
         # --- collect --------------------------------------------------------------------------------------------------
         rows: list[tuple[Tensor, ...]] = []  # of each step: obs, actions, rewards, terminated, ...
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
@@ -490,7 +489,6 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
                 fixes = infos["fixes"][n].tolist() if args.workflow is not None else []
                 ended.append((infos["episode_return"][n], infos["episode_length"][n], fixes))
             cuts += [(t, n, infos["final_obs"][n]) for n in np.flatnonzero(truncated & ~terminated).tolist()]
-
         # --- bootstrap ------------------------------------------------------------------------------------------------
         obs, actions, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # (num_steps, num_envs, ...)
         rewards, terminated, truncated, raw_rewards = (x.to(device, torch.float32) for x in others)
@@ -500,14 +498,11 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             if cuts:
                 times, indices, final_obs = zip(*cuts, strict=True)
                 next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=device))
-
         # --- advantages -----------------------------------------------------------------------------------------------
-        advantages, returns = compute_gae(
-            rewards, values, next_values, terminated, truncated, args.gamma, args.gae_lambda
-        )
+        gamma = args.gamma
+        advantages, returns = compute_gae(rewards, values, next_values, terminated, truncated, gamma, args.gae_lambda)
         if args.norm_adv in ("batch", "per_env"):
             advantages = normalize_advantages(advantages, dim=0 if args.norm_adv == "per_env" else None)
-
         # --- update ---------------------------------------------------------------------------------------------------
         batch = Batch(*(x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)))
         results: list[dict[str, Tensor]] = []  # of each call of `update`
@@ -528,10 +523,10 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         run.global_step += args.batch_size
         seconds = time.perf_counter() - started
         run.seconds += seconds
-
         # --- evaluate -------------------------------------------------------------------------------------------------
-        evaluating = run.global_step >= all_steps or crossed(run.global_step, args.batch_size, args.eval_every)
-        threshold, evaluation, is_best, complies = args.compliance_threshold, no_evaluation, False, False
+        # Each batch that reaches or passes a multiple of --eval-every leaves a remainder below its own size (0: never).
+        evaluating = run.global_step >= all_steps or run.global_step % (args.eval_every or math.inf) < args.batch_size
+        threshold, evaluation, complies = args.compliance_threshold, no_evaluation, False
         if threshold is not None:  # of the episodes in training, whose actions are sampled
             complies = is_compliant(vec_env.recent, vec_env.episodes, threshold, args.min_episodes)
             evaluating |= complies
@@ -541,9 +536,6 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             confirmed = complies and evaluation["compliance"] >= float(threshold or 0)
             run.compliant = confirmed and mean_return >= run.first_return
             run.first_return = mean_return if math.isnan(run.first_return) else run.first_return
-            is_best = run.compliant or run.score > run.best_score
-            run.best_score = run.score if is_best else run.best_score
-
         # --- log ------------------------------------------------------------------------------------------------------
         mean_return, mean_length = np.mean([x[:2] for x in ended], axis=0).tolist() if ended else [math.nan] * 2
         if ended:
@@ -553,7 +545,7 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             "train/explained_variance": explained_variance(batch.values, batch.returns),
             "train/value_abs_error": float((batch.values - batch.returns).abs().mean()),
             "train/learning_rate": float(adam["learning_rate"]),
-            "train/ent_coef": float(loss_args.ent_coef),
+            "train/ent_coef": float(ent_coef),
             "rollout/episodic_return": mean_return,
             "rollout/episodic_length": mean_length,
             "rollout/mean_reward": raw_rewards.mean().item(),
@@ -581,18 +573,17 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             shown = ("compliance", "strict_compliance", "mean_return")
             judged = ", ".join(f"{name} {evaluation[name]:.3f}" for name in shown)
             print(f"\nThe evaluation confirms it: {judged}; the first one's return was {run.first_return:.3f}.")
-
         # --- save -----------------------------------------------------------------------------------------------------
         stopping = bool(signals)
-        saving = crossed(run.global_step, args.batch_size, args.save_every) or run.rollouts == 1
+        saving = run.rollouts == 1 or run.global_step % (args.save_every or math.inf) < args.batch_size
         if saving or evaluating or stopping:
             state = {"format": FORMAT, "args": asdict(args) | {"resume": False}, "run": vars(run), "adam": adam,
                      "agent": agent.state_dict(), "envs": vec_env.get_state(), "obs": next_obs,
                      "generator": torch.get_rng_state()}  # fmt: skip
-            if is_best:
+            if run.compliant or run.score > run.best_score:
+                run.best_score = run.score  # in `state` too
                 save(logdir / "best.pt", state)
-                best = {"problem": args.game, "score": run.best_score, "logdir": str(logdir)}
-                (logdir / "best.json").write_text(json.dumps(best))
+                (logdir / "best.json").write_text(json.dumps({"problem": args.game, "score": run.best_score}))
             save(logdir / "latest.pt", state)
 
     vec_env.close()
@@ -600,54 +591,17 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     log.close()
     print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.score:.2f}: {logdir}")
     with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged best.json costs no more than this line
-        runs = [json.loads(path.read_text()) for path in logdir.parent.glob("*/best.json")]
-        scores = {x["logdir"]: x["score"] for x in runs if x["problem"] == args.game}
-        best_run = max(scores, key=scores.__getitem__)
-        print(f"best of {len(scores)} runs of {args.game}: {scores[best_run]:.2f}, {best_run}")
+        runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
+        best_score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.game)
+        print(f"best of all runs of {args.game}: {best_score:.2f}, {best_run}")
     if stopping:
         print(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
     return {"logdir": str(logdir), **vars(run)}
 
 
-# ---- Run folder and checkpoints --------------------------------------------------------------------------------------
-def open_run(args: Args, checkpoint: dict[str, Any] | None, vec_env: Any) -> tuple[Path, Any, SummaryWriter]:
-    """Create the run folder, or take the logs of a run back to its checkpoint. Returns the folder, progress.csv, which
-    is locked against other runs, and TensorBoard's writer."""
-    task = args.env_id.replace("/", "_").replace(":", "_")
-    name = f"{task}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    logdir = Path(args.logdir or f"runs/{name}")
-    logdir.mkdir(parents=True, exist_ok=True)
-    log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
-    try:
-        fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
-    is_new = checkpoint is not None or not (logdir / "latest.pt").exists()
-    require(is_new, f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
-    saved = checkpoint or {"args": {}, "run": {"csv_size": 0, "global_step": -1}}
-    for name, value in saved["args"].items():
-        if name not in ("resume", "logdir") and getattr(args, name, None) != value:
-            print(f"--{name.replace('_', '-')} is {getattr(args, name, None)} from now on; it was {value}.")
-    log.truncate(saved["run"]["csv_size"])
-    commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
-    versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
-    config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
-    (logdir / "config.json").write_text(json.dumps(config, indent=1))
-    stepping = type(vec_env.unwrapped).__name__
-    print(f"{args.num_updates} updates of {args.num_envs} environments ({stepping}) x {args.num_steps} steps, "
-          f"{args.update_epochs} epochs x {args.num_minibatches} minibatches: {logdir}")  # fmt: skip
-    if args.compile:
-        print("The first update compiles the gradient steps, which takes 10 to 30 s.", flush=True)
-    if args.track is not None:
-        import wandb
-
-        wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
-    return logdir, log, SummaryWriter(str(logdir), purge_step=saved["run"]["global_step"] + 1)
-
-
+# ---- Checkpoints -----------------------------------------------------------------------------------------------------
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint so that `path` is a complete file at every moment. Arrays become tensors, which `torch.load`
-    reads without running any code."""
+    """Write a checkpoint so that `path` is a complete file at every moment. Arrays become tensors: data, not code."""
     with open(path.with_suffix(".tmp"), "wb") as file:
         torch.save(tree_map(lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x, state), file)
         file.flush()
@@ -656,11 +610,9 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint; nothing in it is executed. Raises OSError for a file that is missing, damaged or of another
-    script, UsageError for one whose env_id names a module that the command line does not."""
+    """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            require(archive.testzip() is None, "wrong checksum")  # torch does not look at them
+        require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
         require(state["format"] == FORMAT, "another format")
         state["args"] = {name: x for name, x in state["args"].items() if name in Args.__dataclass_fields__}
@@ -681,9 +633,8 @@ def load_policy(checkpoint: dict[str, Any], agent: Agent) -> None:
 
 def load_agent(checkpoint: dict[str, Any], args: Args) -> Agent:
     """The agent of a checkpoint, for the environments of `args`."""
-    vec_env = make_envs(args, 1)
-    agent = Agent(vec_env, args)
-    vec_env.close()
+    with contextlib.closing(make_envs(args, 1)) as vec_env:
+        agent = Agent(vec_env, args)
     load_policy(checkpoint, agent)
     return agent
 
@@ -706,7 +657,7 @@ ROW = (
 )  # of the table of orders
 
 
-def search(options: SearchArgs, args: Args, signals: Sequence[int] = ()) -> list[dict[str, Any]]:
+def search(options: SearchArgs, args: Args, signals: list[int] | tuple[()] = ()) -> list[dict[str, Any]]:
     """Search for the workflow of the largest return: GP-UCB over all 120 orders, a policy trained for each order tried.
 
     The flags of training, which stand in its own --help, are those of each order's; they begin with the preset search.
@@ -761,7 +712,7 @@ def search(options: SearchArgs, args: Args, signals: Sequence[int] = ()) -> list
 @dataclass
 class PlayArgs:
     logdir: str | None = None  # run folder; not needed if --checkpoint is the path of a file
-    checkpoint: str = "best"  # best, latest, or the path of a file
+    checkpoint: str = "best"  # best, latest, or the path of a file: a name in --logdir, if that is given
     red_agent: Literal["mixed", "b_line", "meander", "sleep"] | None = None  # mixed: all; default: as in training
     workflow: str | None = None  # the order to tell a policy that was trained with workflows; default: as in training
     episodes: int = 1  # episodes to play against each red agent
@@ -778,8 +729,7 @@ def play(options: PlayArgs) -> dict[str, list[float]]:
     """Play the policy of a checkpoint against each red agent and print each episode's return and compliance; returns
     the returns by red agent. With --save-gif, film it."""
     check_ranges(options)
-    is_name = options.checkpoint in ("best", "latest")
-    path = Path(options.logdir or ".", f"{options.checkpoint}.pt") if is_name else Path(options.checkpoint)
+    path = Path(options.logdir or "", options.checkpoint).with_suffix(".pt")
     checkpoint = load(path)
     args = Args(**checkpoint["args"] | {"device": "cpu", "torch_threads": 1})
     require(args.workflow or not options.workflow, "This policy was trained without a workflow: leave --workflow out.")
@@ -804,32 +754,24 @@ def play(options: PlayArgs) -> dict[str, list[float]]:
     return returns
 
 
-def layered(presets: Sequence[str]) -> dict[str, Any]:
-    """The values of presets, layered from left to right."""
-    unknown = [name for name in presets if name not in PRESETS]
-    require(not unknown, f"There is no preset {', '.join(unknown)}; there are {', '.join(PRESETS)}.")
-    return {key: value for name in presets for key, value in PRESETS[name].items()}
-
-
 def preset(*names: str, **flags: Any) -> Args:
-    """Arguments from presets and flags, which win, for programs: `train(preset("debug", seed=2))`."""
-    return Args(configs=names, **layered(names) | flags)
+    """`--configs names` and flags, which win, for programs: `train(preset("debug", seed=2))`."""
+    return replace(parse_args(["--configs", *names]), **flags)
 
 
 def parse_args(argv: list[str]) -> Args:
-    """Arguments from the presets of --configs, or from the run to --resume, and from flags, which win."""
+    """Arguments from the run to --resume, the presets of --configs from left to right, and flags: the last one wins."""
     first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)
     values = load(Path(first.logdir, "latest.pt"))["args"] if first.resume and first.logdir else {}
-    values = values | layered(first.configs)
-    groups = RunArgs(), EnvironmentArgs(), PPOArgs()  # as --help shows them
-    for group in groups:
+    for name in first.configs:
+        require(name in PRESETS, f"There is no preset {name}; there are {', '.join(PRESETS)}.")
+        values = values | PRESETS[name]
+    groups: Any = {"run": RunArgs(), "environments": EnvironmentArgs(), "ppo": PPOArgs()}  # as --help shows them
+    for group in groups.values():
         vars(group).update({name: values[name] for name in vars(group) & values.keys()})
-
-    def parse(run: RunArgs = groups[0], environments: EnvironmentArgs = groups[1], ppo: PPOArgs = groups[2]) -> Args:
-        return Args(**vars(run), **vars(environments), **vars(ppo))
-
     description = f"{__doc__}\nPresets of --configs: {', '.join(PRESETS)}."
-    return tyro.cli(parse, args=argv, description=description, config=(tyro.conf.OmitArgPrefixes,))
+    groups = tyro.cli(dict, default=groups, args=argv, description=description, config=(tyro.conf.OmitArgPrefixes,))
+    return Args(**vars(groups["run"]), **vars(groups["environments"]), **vars(groups["ppo"]))
 
 
 def main(argv: list[str]) -> int:
@@ -847,10 +789,8 @@ def main(argv: list[str]) -> int:
         signal.signal(signal.SIGINT, receive)
         signal.signal(signal.SIGTERM, receive)
         if argv[:1] == ["search"]:
-            name = f"{SCRIPT}.py search"
-            options, flags = tyro.cli(
-                SearchArgs, prog=name, args=argv[1:], description=search.__doc__, return_unknown_args=True
-            )
+            command: Any = {"prog": f"{SCRIPT}.py search", "description": search.__doc__, "return_unknown_args": True}
+            options, flags = tyro.cli(SearchArgs, args=argv[1:], **command)
             search(options, parse_args(flags if "--configs" in flags else ["--configs", "search", *flags]), signals)
         else:
             train(parse_args(argv[1:] if argv[:1] == ["train"] else argv), signals)

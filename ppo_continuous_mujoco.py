@@ -6,8 +6,7 @@
     python ppo_continuous_mujoco.py play --logdir runs/... --save-gif  # film the best policy of a run
 
 A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.json, TensorBoard events, progress.csv
-(a row per update), best.pt and best.json (the best evaluation), latest.pt (all that --resume needs).
-"detail n" in a comment: see docs/details.md.
+(a row per update), best.pt, best.json (best evaluation), latest.pt (for --resume). "detail n": docs/details.md.
 """
 
 import contextlib
@@ -20,8 +19,7 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,14 +29,12 @@ import gymnasium as gym
 import numpy as np
 import torch
 import tyro
-from gymnasium.vector import VectorEnv
 from torch import Tensor, nn
 from torch.distributions import Independent, Normal
-from torch.nn.utils import parameters_to_vector, vector_to_parameters
 from torch.utils._pytree import tree_map
 from torch.utils.tensorboard import SummaryWriter
 
-from envs import NormalizeObservation, NormalizeReward, RecordGif, RunningMeanStd, WorkerError, vectorize
+from envs import ClipAction, NormalizeObservation, NormalizeReward, RecordGif, RunningMeanStd, WorkerError, vectorize
 
 SCRIPT, FORMAT = Path(__file__).stem, "ppo_continuous_mujoco/3"  # FORMAT: what a checkpoint holds; copies keep it
 
@@ -106,11 +102,9 @@ class PPOArgs:
 
 RANGES = {  # lowest and highest values; None passes
     "num_envs num_workers reset_steps eval_episodes num_steps num_minibatches update_epochs hidden_sizes": (1, 1e6),
-    "total_timesteps": (1, 1e15),
-    "eval_every save_every ent_coef vf_coef": (0, 1e15),
+    "seed total_timesteps eval_every save_every ent_coef vf_coef": (0, 2**32 - 1),
     "learning_rate critic_learning_rate clip_coef max_grad_norm target_kl step_timeout": (1e-9, 1e9),
     "gamma gae_lambda average_reward_rate": (0, 1),
-    "seed": (0, 2**32 - 1),
     "log_std_init": (-20, 20),
     "episodes gif_frames": (1, 1e6),
     "gif_fps": (1, 50),
@@ -127,29 +121,24 @@ def check_ranges(args: Any) -> None:
 
 @dataclass
 class Args(PPOArgs, EnvironmentArgs, RunArgs):
-    """All arguments of a run. Raises UsageError for values that cannot work."""
-
     def __post_init__(self) -> None:
         check_ranges(self)
         self.batch_size = self.num_envs * self.num_steps
         self.num_updates = self.total_timesteps // self.batch_size
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
         minibatches = self.num_minibatches
-        large = self.batch_size > minibatches or self.norm_adv != "minibatch"
-        average = self.average_reward_rate is not None
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
         require(self.batch_size % minibatches == 0, f"--num-minibatches {minibatches} does not divide {batch}.")
-        require(large, "Minibatches of one transition need --norm-adv none.")
+        require(self.batch_size > minibatches, f"--num-minibatches {minibatches} leaves one transition in each.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         require(self.device == "cpu" or torch.cuda.is_available(), f"--device {self.device} is not available here.")
-        require(self.gamma < 1 or average, "--gamma 1 makes values infinite; try --average-reward-rate 0.1.")
+        require(self.gamma < 1 or self.average_reward_rate, "--gamma 1 needs an --average-reward-rate, such as 0.1.")
 
 
 PRESETS: dict[str, dict[str, Any]] = {
     "debug": {"total_timesteps": 10_240, "num_envs": 4, "num_steps": 64, "num_minibatches": 4, "update_epochs": 2,
               "eval_every": 5_000, "eval_episodes": 2, "save_every": 2_500, "compile": False},
-    # the settings of CleanRL's ppo_continuous_action.py, where they are not the defaults above
-    "cleanrl": {"num_envs": 1, "num_steps": 2048, "clip_vloss": True},
+    "cleanrl": {"num_envs": 1, "num_steps": 2048, "clip_vloss": True},  # as in CleanRL's ppo_continuous_action.py
     "halfcheetah": {"gamma": 0.98, "gae_lambda": 0.92, "vf_coef": 0.25, "log_std_init": -1.0},
     "ant": {"env_id": "Ant-v5", "gae_lambda": 0.8, "num_envs": 8, "num_minibatches": 8, "update_epochs": 5,
             "learning_rate": 2e-4, "norm_adv": "none", "vf_coef": 0.25, "log_std_init": -1.0},
@@ -165,7 +154,6 @@ PRESETS: dict[str, dict[str, Any]] = {
 PRESETS["humanoid"] = PRESETS["ant"] | {"env_id": "Humanoid-v5"}
 
 
-# ---- Agent -----------------------------------------------------------------------------------------------------------
 def mlp(sizes: list[int], output_std: float) -> nn.Sequential:
     """Tanh layers of these widths, orthogonal weights, biases 0 (detail 2); the last is linear, with another gain."""
     layers: list[nn.Module] = []
@@ -181,9 +169,9 @@ def mlp(sizes: list[int], output_std: float) -> nn.Sequential:
 class Agent(nn.Module):
     """A Gaussian policy whose standard deviation does not depend on the state, and a critic: two networks."""
 
-    def __init__(self, envs: VectorEnv, args: Args) -> None:
+    def __init__(self, envs: Any, args: Args) -> None:
         super().__init__()
-        (obs_dim,), (action_dim,) = envs.single_observation_space.shape, envs.single_action_space.shape  # type: ignore
+        (obs_dim,), (action_dim,) = envs.single_observation_space.shape, envs.single_action_space.shape
         # details 13, 26: nothing is shared. A policy head of gain 0.01 starts near mean 0 for every observation.
         self.actor_mean = mlp([obs_dim, *args.hidden_sizes, action_dim], output_std=0.01)
         self.actor_log_std = nn.Parameter(torch.full((action_dim,), args.log_std_init))  # detail 24
@@ -223,11 +211,9 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     ended = torch.maximum(terminated, truncated)
     deltas = rewards + gamma * next_values * (1 - terminated) - values
     decay = gamma * gae_lambda * (1 - ended)
-    advantages = torch.empty_like(deltas)
-    advantage = torch.zeros_like(deltas[0])
-    for t in reversed(range(len(rewards))):  # detail 5
-        advantage = deltas[t] + decay[t] * advantage
-        advantages[t] = advantage
+    advantages = deltas.clone()  # which is all of the last row's
+    for t in reversed(range(len(rewards) - 1)):  # detail 5
+        advantages[t] += decay[t] * advantages[t + 1]
     return advantages, advantages + values
 
 
@@ -236,9 +222,7 @@ def normalize_advantages(advantages: Tensor, dim: int | None = None) -> Tensor:
     return (advantages - advantages.mean(dim, keepdim=True)) / (advantages.std(dim, keepdim=True) + 1e-8)
 
 
-class Batch(NamedTuple):
-    """Transitions to learn from; the first dimension of each tensor counts them."""
-
+class Batch(NamedTuple):  # transitions to learn from; the first dimension of each tensor counts them
     obs: Tensor
     actions: Tensor  # as they were sampled, before clipping to the action space
     log_probs: Tensor  # log pi_old(a|s)
@@ -296,9 +280,8 @@ def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches
         adam["step"] += 1
         adam["mean"] += (1 - 0.9) * (gradient - adam["mean"])
         adam["square"] += (1 - 0.999) * (gradient**2 - adam["square"])
-        step = adam["step"]  # below exp, because pow is slow where it underflows
-        mean = adam["mean"] / (1 - torch.exp(step * math.log(0.9)))
-        square = adam["square"] / (1 - torch.exp(step * math.log(0.999)))
+        mean = adam["mean"] / (1 - torch.exp(adam["step"] * math.log(0.9)))  # pow is slow where it underflows
+        square = adam["square"] / (1 - torch.exp(adam["step"] * math.log(0.999)))
         weights -= adam["learning_rate"] * mean / (square.sqrt() + 1e-5)  # detail 3
         steps.append(metrics)
     return {name: torch.stack([x[name] for x in steps]) for name in metrics}
@@ -320,18 +303,17 @@ def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
 
 
 def make_envs(args: Args, num_envs: int, statistics: Any = None, render_mode: str | None = None) -> Any:
-    """`num_envs` environments that begin the next episode in the step that ends one (SAME_STEP), for training: with
-    normalised observations and rewards. Given the `statistics` of a run, for evaluation: they stand still, and rewards
-    are the task's own. Raises UsageError for a task that cannot be made, or is none for this script."""
+    """`num_envs` environments that begin the next episode in the step that ends one (SAME_STEP), with observations and
+    rewards normalised; with the `statistics` of a run, for evaluation, these stand still and rewards are the task's."""
     settings = args.num_workers, args.step_timeout, args.on_worker_failure
     try:
         vec_env: Any = vectorize(lambda: make_env(args, render_mode), num_envs, *settings)
     except (gym.error.Error, ImportError, TypeError) as error:
         raise UsageError(f"{args.env_id} cannot be made here: {error}") from None
-    advice = "wrap it in make_env, for instance in FlattenObservation, or see docs/copying.md"
     for space in (vec_env.single_observation_space, vec_env.single_action_space):
         is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.dtype.kind == "f"
-        require(is_vector, f"{args.env_id} has {space}, no vector of real numbers: {advice}.")
+        require(is_vector, f"{args.env_id} has {space}, no real vector: try FlattenObservation; see docs/copying.md.")
+    vec_env = ClipAction(vec_env)  # detail 27: only the environments see the clipped ones
     if statistics is None and args.norm_reward:  # details 30, 31
         vec_env = NormalizeReward(vec_env, args.gamma)
     training, clip = statistics is None and args.norm_obs, 10.0 if args.norm_obs else math.inf
@@ -341,47 +323,37 @@ def make_envs(args: Args, num_envs: int, statistics: Any = None, render_mode: st
 @torch.no_grad()
 def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool = True) -> tuple[np.ndarray, ...]:
     """Play an episode in each of `vec_env`, the i-th from seed + i. Returns their returns and lengths, (num_envs,)."""
-    device, space = next(agent.parameters()).device, vec_env.single_action_space
     returns, lengths = np.zeros(vec_env.num_envs), np.zeros(vec_env.num_envs, dtype=int)
     running = np.ones(vec_env.num_envs, dtype=bool)  # only the first episode of each environment counts
     obs, _ = vec_env.reset(seed=seed)
     limit = getattr(vec_env.unwrapped.spec, "max_episode_steps", None) or 1000  # of a task without an end, too
     while running.any() and lengths.max() < limit:
-        policy = agent.policy(torch.as_tensor(obs, device=device))
+        policy = agent.policy(torch.as_tensor(obs, device=next(agent.parameters()).device))
         actions = policy.mode if deterministic else policy.sample()
-        obs, rewards, terminated, truncated, _ = vec_env.step(actions.cpu().numpy().clip(space.low, space.high))
-        returns += np.where(running, rewards, 0.0)
-        lengths += running
+        obs, _, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
+        returns[running], lengths[running] = infos["episode_return"][running], infos["episode_length"][running]
         running &= ~(terminated | truncated)
     return returns, lengths
 
 
-# ---- Training --------------------------------------------------------------------------------------------------------
-def crossed(step: int, advance: int, every: int) -> bool:
-    """Whether the last `advance` steps, which led to `step`, reached or passed a multiple of `every` (0: never)."""
-    return every > 0 and step // every > (step - advance) // every
-
-
-def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
+def train(args: Args, signals: list[int] | tuple[()] = ()) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
-
-    Raises UsageError for arguments that cannot work, FloatingPointError for a number that is not finite, WorkerError
-    where an environment fails. If `signals`, which `main` fills, hold a signal, the run ends after its update.
-    """
+    Raises FloatingPointError for a number that is not finite, WorkerError where an environment fails. A signal in
+    `signals`, which `main` fills, ends the run after its update."""
     torch.set_num_threads(1)  # networks this small gain nothing from more
     torch.manual_seed(args.seed)
     device = torch.device(args.device)
     vec_env = make_envs(args, args.num_envs)
-    space = vec_env.single_action_space
     agent = Agent(vec_env, args).to(device)
-    if args.init_from is not None and not args.resume:
-        load_policy(load(Path(args.init_from)), agent, vec_env.statistics)
-    # All weights in one vector, of which the parameters become views: one long step costs half of many short ones.
-    weights = parameters_to_vector(agent.parameters()).detach()
-    vector_to_parameters(weights, agent.parameters())
+    start = Path(str(args.logdir), "latest.pt") if args.resume else args.init_from
+    checkpoint = load(Path(start)) if start else {}
+    if checkpoint:
+        load_policy(checkpoint, agent, vec_env.statistics)
+    weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # one long step costs half of many short ones
+    nn.utils.vector_to_parameters(weights, agent.parameters())  # which become views of that one vector
     actor_rate, critic_rate = args.learning_rate, args.critic_learning_rate or args.learning_rate
     rates = ((p, critic_rate if name.startswith("critic") else actor_rate) for name, p in agent.named_parameters())
-    learning_rates = parameters_to_vector(torch.full_like(p, rate) for p, rate in rates)
+    learning_rates = nn.utils.parameters_to_vector(torch.full_like(p, rate) for p, rate in rates)
     adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": torch.zeros(())}
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
     torch._dynamo.config.recompile_limit = 1000  # of one process, which may be a sweep over many runs
@@ -389,22 +361,47 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     update: Any = torch.compile(take_steps, dynamic=False, options=options) if args.compile else take_steps
     steps_per_call = math.gcd(4, args.num_minibatches)  # one compiled call for each step would cost half as much again
 
-    run = SimpleNamespace(  # where the run stands
-        global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, average_reward=0.0, best_LTA=-math.inf,
-        training_return=math.nan, mean_return=math.nan, best_return=-math.inf, seconds=0.0, csv_size=0,
-    )  # fmt: skip
+    run = SimpleNamespace(global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
+                          average_reward=0.0, best_LTA=-math.inf, training_return=math.nan, mean_return=math.nan,
+                          best_return=-math.inf)  # fmt: skip
     torch.manual_seed(args.seed)  # so that actions do not depend on how many weights were drawn
     next_obs, _ = vec_env.reset(seed=args.seed)
-    checkpoint = load(Path(str(args.logdir), "latest.pt")) if args.resume else None
-    if checkpoint is not None:
-        load_policy(checkpoint, agent, vec_env.statistics)
+    if args.resume:
         vars(run).update(checkpoint["run"])
         adam = {name: x.to(device) for name, x in checkpoint["adam"].items()}
         state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
         if vec_env.set_state(state):  # environments that cannot be saved begin anew
             torch.set_rng_state(checkpoint["generator"])
             next_obs = checkpoint["obs"]
-    logdir, log, writer = open_run(args, checkpoint, vec_env)
+        for name, value in checkpoint["args"].items():
+            if name not in ("resume", "logdir") and getattr(args, name) != value:
+                print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
+    # --- run folder: new, or with its logs taken back to the checkpoint -----------------------------------------------
+    task = args.env_id.replace("/", "_").replace(":", "_")
+    logdir = Path(args.logdir or f"runs/{task}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
+    logdir.mkdir(parents=True, exist_ok=True)
+    log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
+    try:
+        fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
+    is_free = args.resume or not (logdir / "latest.pt").exists()
+    require(is_free, f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
+    log.truncate(run.csv_size)
+    commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
+    versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
+    config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
+    (logdir / "config.json").write_text(json.dumps(config, indent=1))
+    stepping = type(vec_env.unwrapped).__name__
+    print(f"{args.num_updates} updates of {args.num_envs} environments ({stepping}) x {args.num_steps} steps, "
+          f"{args.update_epochs} epochs x {args.num_minibatches} minibatches: {logdir}")  # fmt: skip
+    if args.compile:
+        print("The first update compiles the gradient steps, which takes 10 to 30 s.", flush=True)
+    if args.track is not None:
+        import wandb
+
+        wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
+    writer = SummaryWriter(str(logdir), purge_step=run.global_step + 1)
 
     all_steps, stopping = args.num_updates * args.batch_size, False
     while run.global_step < all_steps and not stopping:
@@ -412,7 +409,6 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         progress = run.global_step / all_steps
         annealing = {"linear": 1 - progress, "exponential": 0.01**progress, "none": 1.0}[args.lr_decay]  # detail 4
         adam["learning_rate"] = learning_rates * annealing  # a tensor: compiled code takes numbers for constants
-
         # --- collect --------------------------------------------------------------------------------------------------
         rows: list[tuple[Tensor, ...]] = []  # of each step: obs, actions, rewards, terminated, ...
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
@@ -421,9 +417,8 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             obs = torch.as_tensor(next_obs, device=device)
             with torch.no_grad():
                 actions = agent.policy(obs).sample()
-            env_actions = actions.cpu().numpy().clip(space.low, space.high)  # detail 27: only environments see them
             try:
-                next_obs, rewards, terminated, truncated, infos = vec_env.step(env_actions)
+                next_obs, rewards, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
             except WorkerError as error:
                 error.add_note(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
                 raise
@@ -434,7 +429,6 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
                 total, length = infos["episode_return"][n], infos["episode_length"][n]
                 ended.append((total, length, total / length))
             cuts += [(t, n, infos["final_obs"][n]) for n in np.flatnonzero(truncated & ~terminated).tolist()]
-
         # --- bootstrap ------------------------------------------------------------------------------------------------
         obs, actions, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # (num_steps, num_envs, ...)
         rewards, terminated, truncated, raw_rewards = (x.to(device, torch.float32) for x in others)
@@ -445,7 +439,6 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
             if cuts:
                 times, indices, final_obs = zip(*cuts, strict=True)
                 next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=device))
-
         # --- advantages -----------------------------------------------------------------------------------------------
         gamma = args.gamma
         if args.average_reward_rate is not None:  # differential values: delta = r - rho + V(s') - V(s), without gamma
@@ -458,7 +451,6 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         advantages, returns = compute_gae(rewards, values, next_values, terminated, truncated, gamma, args.gae_lambda)
         if args.norm_adv in ("batch", "per_env"):
             advantages = normalize_advantages(advantages, dim=0 if args.norm_adv == "per_env" else None)
-
         # --- update ---------------------------------------------------------------------------------------------------
         batch = Batch(*(x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)))
         results: list[dict[str, Tensor]] = []  # of each call of `update`
@@ -479,18 +471,14 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         run.global_step += args.batch_size
         seconds = time.perf_counter() - started
         run.seconds += seconds
-
         # --- evaluate -------------------------------------------------------------------------------------------------
-        evaluating = run.global_step >= all_steps or crossed(run.global_step, args.batch_size, args.eval_every)
-        eval_returns, eval_lengths, is_best = np.array([math.nan]), np.array([math.nan]), False
+        # Each batch that reaches or passes a multiple of --eval-every leaves a remainder below its own size (0: never).
+        evaluating = run.global_step >= all_steps or run.global_step % (args.eval_every or math.inf) < args.batch_size
+        eval_returns = eval_lengths = np.array([math.nan])
         if evaluating:
-            eval_envs = make_envs(args, args.eval_episodes, vec_env.statistics)
-            eval_returns, eval_lengths = evaluate(agent, eval_envs)
-            eval_envs.close()
+            with contextlib.closing(make_envs(args, args.eval_episodes, vec_env.statistics)) as eval_envs:
+                eval_returns, eval_lengths = evaluate(agent, eval_envs)
             run.mean_return = float(eval_returns.mean())
-            is_best = run.mean_return > run.best_return
-            run.best_return = max(run.best_return, run.mean_return)
-
         # --- log ------------------------------------------------------------------------------------------------------
         mean_return, mean_length, mean_LTA = np.mean(ended, axis=0).tolist() if ended else [math.nan] * 3
         if ended:
@@ -525,18 +513,17 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
         line += f"evaluation {run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}, {minutes:.1f} min left"
         is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
         print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
-
         # --- save -----------------------------------------------------------------------------------------------------
         stopping = bool(signals)
-        saving = crossed(run.global_step, args.batch_size, args.save_every) or run.rollouts == 1
+        saving = run.rollouts == 1 or run.global_step % (args.save_every or math.inf) < args.batch_size
         if saving or evaluating or stopping:
             state = {"format": FORMAT, "args": asdict(args) | {"resume": False}, "run": vars(run), "adam": adam,
                      "agent": agent.state_dict(), "statistics": vec_env.statistics.get_state(),
                      "envs": vec_env.get_state(), "obs": next_obs, "generator": torch.get_rng_state()}  # fmt: skip
-            if is_best:
+            if run.mean_return > run.best_return:
+                run.best_return = run.mean_return  # in `state` too
                 save(logdir / "best.pt", state)
-                best = {"problem": args.env_id, "score": run.best_return, "logdir": str(logdir)}
-                (logdir / "best.json").write_text(json.dumps(best))
+                (logdir / "best.json").write_text(json.dumps({"problem": args.env_id, "score": run.best_return}))
             save(logdir / "latest.pt", state)
 
     vec_env.close()
@@ -544,54 +531,17 @@ def train(args: Args, signals: Sequence[int] = ()) -> dict[str, Any]:
     log.close()
     print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
     with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged best.json costs no more than this line
-        runs = [json.loads(path.read_text()) for path in logdir.parent.glob("*/best.json")]
-        scores = {x["logdir"]: x["score"] for x in runs if x["problem"] == args.env_id}
-        best_run = max(scores, key=scores.__getitem__)
-        print(f"best of {len(scores)} runs of {args.env_id}: {scores[best_run]:.2f}, {best_run}")
+        runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
+        score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.env_id)
+        print(f"best of all runs of {args.env_id}: {score:.2f}, {best_run}")
     if stopping:
         print(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
     return {"logdir": str(logdir), **vars(run)}
 
 
-# ---- Run folder and checkpoints --------------------------------------------------------------------------------------
-def open_run(args: Args, checkpoint: dict[str, Any] | None, vec_env: Any) -> tuple[Path, Any, SummaryWriter]:
-    """Create the run folder, or take the logs of a run back to its checkpoint. Returns the folder, progress.csv, which
-    is locked against other runs, and TensorBoard's writer."""
-    task = args.env_id.replace("/", "_").replace(":", "_")
-    name = f"{task}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}"
-    logdir = Path(args.logdir or f"runs/{name}")
-    logdir.mkdir(parents=True, exist_ok=True)
-    log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
-    try:
-        fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
-    is_new = checkpoint is not None or not (logdir / "latest.pt").exists()
-    require(is_new, f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
-    saved = checkpoint or {"args": {}, "run": {"csv_size": 0, "global_step": -1}}
-    for name, value in saved["args"].items():
-        if name not in ("resume", "logdir") and getattr(args, name, None) != value:
-            print(f"--{name.replace('_', '-')} is {getattr(args, name, None)} from now on; it was {value}.")
-    log.truncate(saved["run"]["csv_size"])
-    commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
-    versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
-    config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
-    (logdir / "config.json").write_text(json.dumps(config, indent=1))
-    stepping = type(vec_env.unwrapped).__name__
-    print(f"{args.num_updates} updates of {args.num_envs} environments ({stepping}) x {args.num_steps} steps, "
-          f"{args.update_epochs} epochs x {args.num_minibatches} minibatches: {logdir}")  # fmt: skip
-    if args.compile:
-        print("The first update compiles the gradient steps, which takes 10 to 30 s.", flush=True)
-    if args.track is not None:
-        import wandb
-
-        wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
-    return logdir, log, SummaryWriter(str(logdir), purge_step=saved["run"]["global_step"] + 1)
-
-
+# ---- Checkpoints -----------------------------------------------------------------------------------------------------
 def save(path: Path, state: dict[str, Any]) -> None:
-    """Write a checkpoint so that `path` is a complete file at every moment. Arrays become tensors, which `torch.load`
-    reads without running any code."""
+    """Write a checkpoint so that `path` is a complete file at every moment. Arrays become tensors: data, not code."""
     with open(path.with_suffix(".tmp"), "wb") as file:
         torch.save(tree_map(lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x, state), file)
         file.flush()
@@ -600,11 +550,9 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint; nothing in it is executed. Raises OSError for a file that is missing, damaged or of another
-    script, UsageError for one whose env_id names a module that the command line does not."""
+    """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            require(archive.testzip() is None, "wrong checksum")  # torch does not look at them
+        require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
         require(state["format"] == FORMAT, "another format")
         state["args"] = {name: x for name, x in state["args"].items() if name in Args.__dataclass_fields__}
@@ -628,7 +576,7 @@ def load_policy(checkpoint: dict[str, Any], agent: Agent, statistics: RunningMea
 @dataclass
 class PlayArgs:
     logdir: str | None = None  # run folder; not needed if --checkpoint is the path of a file
-    checkpoint: str = "best"  # best, latest, or the path of a file
+    checkpoint: str = "best"  # best, latest, or the path of a file: a name in --logdir, if that is given
     env_id: str | None = None  # needed where the checkpoint's is a module:Id, which would run that module
     episodes: int = 1  # episodes to play
     seed: int = 0  # seed of the first episode; episode i gets seed + i
@@ -643,8 +591,7 @@ class PlayArgs:
 def play(options: PlayArgs) -> list[float]:
     """Play the policy of a checkpoint and print each episode's return; returns these. With --save-gif, film it."""
     check_ranges(options)
-    is_name = options.checkpoint in ("best", "latest")
-    path = Path(options.logdir or ".", f"{options.checkpoint}.pt") if is_name else Path(options.checkpoint)
+    path = Path(options.logdir or "", options.checkpoint).with_suffix(".pt")
     checkpoint = load(path)
     args = Args(**checkpoint["args"] | {"device": "cpu"})
     render_mode = "human" if options.render else "rgb_array" if options.save_gif else None
@@ -663,32 +610,24 @@ def play(options: PlayArgs) -> list[float]:
     return returns
 
 
-def layered(presets: Sequence[str]) -> dict[str, Any]:
-    """The values of presets, layered from left to right."""
-    unknown = [name for name in presets if name not in PRESETS]
-    require(not unknown, f"There is no preset {', '.join(unknown)}; there are {', '.join(PRESETS)}.")
-    return {key: value for name in presets for key, value in PRESETS[name].items()}
-
-
 def preset(*names: str, **flags: Any) -> Args:
-    """Arguments from presets and flags, which win, for programs: `train(preset("debug", seed=2))`."""
-    return Args(configs=names, **layered(names) | flags)
+    """`--configs names` and flags, which win, for programs: `train(preset("debug", seed=2))`."""
+    return replace(parse_args(["--configs", *names]), **flags)
 
 
 def parse_args(argv: list[str]) -> Args:
-    """Arguments from the presets of --configs, or from the run to --resume, and from flags, which win."""
+    """Arguments from the run to --resume, the presets of --configs from left to right, and flags: the last one wins."""
     first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)
     values = load(Path(first.logdir, "latest.pt"))["args"] if first.resume and first.logdir else {}
-    values = values | layered(first.configs)
-    groups = RunArgs(), EnvironmentArgs(), PPOArgs()  # as --help shows them
-    for group in groups:
+    for name in first.configs:
+        require(name in PRESETS, f"There is no preset {name}; there are {', '.join(PRESETS)}.")
+        values = values | PRESETS[name]
+    groups: Any = {"run": RunArgs(), "environments": EnvironmentArgs(), "ppo": PPOArgs()}  # as --help shows them
+    for group in groups.values():
         vars(group).update({name: values[name] for name in vars(group) & values.keys()})
-
-    def parse(run: RunArgs = groups[0], environments: EnvironmentArgs = groups[1], ppo: PPOArgs = groups[2]) -> Args:
-        return Args(**vars(run), **vars(environments), **vars(ppo))
-
     description = f"{__doc__}\nPresets of --configs: {', '.join(PRESETS)}."
-    return tyro.cli(parse, args=argv, description=description, config=(tyro.conf.OmitArgPrefixes,))
+    groups = tyro.cli(dict, default=groups, args=argv, description=description, config=(tyro.conf.OmitArgPrefixes,))
+    return Args(**vars(groups["run"]), **vars(groups["environments"]), **vars(groups["ppo"]))
 
 
 def main(argv: list[str]) -> int:

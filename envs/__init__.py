@@ -2,12 +2,13 @@
 
 import gymnasium
 
-from envs.normalize import NormalizeObservation, NormalizeReward, RunningMeanStd
+from envs.normalize import ClipAction, NormalizeObservation, NormalizeReward, RunningMeanStd
 from envs.record_gif import RecordGif
 from envs.subproc_vec_env import SubprocVecEnv, WorkerError
 from envs.vectorize import vectorize
 
 __all__ = [
+    "ClipAction",
     "NormalizeObservation",
     "NormalizeReward",
     "RecordGif",

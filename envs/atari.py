@@ -38,7 +38,7 @@ class AtariGame(gym.Wrapper):
 
     Args:
         env_id: "ALE/Breakout-v5" and the like.
-        frame_stack: frames in an observation.
+        frame_stack: frames in an observation; by default 4.
         skip: frames (1/60 s) for which an action is held.
         noop_max: an episode begins with 1 to this many frames of waiting, drawn at random; 0 for none.
         sticky_action_probability: probability, in each frame, that the console still sees the action of the frame
@@ -55,7 +55,7 @@ class AtariGame(gym.Wrapper):
         self,
         env_id: str,
         *,
-        frame_stack: int = 4,
+        frame_stack: int | None = None,
         skip: int = 4,
         noop_max: int = 30,
         sticky_action_probability: float = 0.25,
@@ -68,6 +68,7 @@ class AtariGame(gym.Wrapper):
 
         ale_py.ALEInterface.setLoggerMode(ale_py.LoggerMode.Error)  # else each process prints a banner
         sticky = sticky_action_probability
+        frame_stack = 4 if frame_stack is None else frame_stack
         _require(frame_stack >= 1, f"frame_stack={frame_stack}: an observation needs at least 1 frame")
         _require(0 <= sticky < 1, f"sticky_action_probability={sticky}: use a probability, 0 or more and below 1")
         _require(max_episode_steps >= 0, f"max_episode_steps={max_episode_steps}: use a positive number, or 0")

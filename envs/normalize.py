@@ -44,6 +44,20 @@ def _clip(values: np.ndarray, limit: float) -> np.ndarray:
     return np.minimum(np.maximum(values, -limit), limit)  # a third of the time of np.clip
 
 
+class ClipAction(VectorWrapper):
+    """Actions are clipped to the limits of their space, of all environments at once."""
+
+    def step(self, actions):
+        space: Any = self.single_action_space
+        return self.env.step(np.clip(actions, space.low, space.high))
+
+    def get_state(self) -> dict[str, Any]:
+        return self.env.get_state()  # type: ignore[attr-defined]
+
+    def set_state(self, state: dict[str, Any]) -> Any:
+        return self.env.set_state(state)  # type: ignore[attr-defined]
+
+
 class NormalizeObservation(VectorWrapper):
     """Observations become float32 (x - mean) / sqrt(var + epsilon), clipped to [-clip, clip].
 

@@ -169,7 +169,7 @@ OWN = {
         "--hidden-sizes 0": "--hidden-sizes",
         "--hidden-sizes -3 64": "--hidden-sizes",
         "--log-std-init nan": "--log-std-init",
-        "--num-envs 1 --num-steps 64 --num-minibatches 64": "--norm-adv none",
+        "--num-envs 1 --num-steps 64 --num-minibatches 64": "one transition in each",
         "--env-id HalfCheeta-v5": "HalfCheetah",
         "--env-id Ant-v3": "Ant-v3 cannot be made here",
         "--env-id xyz": "xyz cannot be made here",

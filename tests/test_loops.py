@@ -66,10 +66,18 @@ def watch(script: ModuleType, folder: Path) -> Watched:
 
     def make_watched(*given: Any, **options: Any) -> Any:
         vec_env = make_envs(*given, **options)
-        step, reset = vec_env.step, vec_env.reset
+        reset, game = vec_env.reset, vec_env.unwrapped if name == "ppo_continuous_mujoco" else vec_env
+        game_step = game.step
+
+        def watched_actions(actions: Any) -> Any:
+            seen["actions"].append(np.array(actions))
+            return game_step(actions)
+
+        if not seen["first"]:
+            game.step = watched_actions  # below what clips actions
+        step = vec_env.step
 
         def watched_step(actions: Any) -> Any:
-            seen["actions"].append(np.array(actions))
             seen["steps"].append(copy.deepcopy(step(actions)))
             return seen["steps"][-1]
 

@@ -99,7 +99,7 @@ def test_the_list_of_differences_names_only_what_is_shared() -> None:
     assert set(DIFFERENT) <= set(shared_names())
 
 
-@pytest.mark.parametrize("name", ["compute_gae", "ppo_loss", "take_steps", "crossed", "save", "open_run"])
+@pytest.mark.parametrize("name", ["compute_gae", "ppo_loss", "take_steps", "save", "load"])
 def test_the_mathematics_is_in_every_script(name: str) -> None:
     assert len(definitions()[name]) == 3
 
