@@ -555,19 +555,27 @@ def halfcheetah() -> Numbers:
 
 
 def learning() -> Numbers:
-    """Evaluation return on two robots, ours and SB3's: mean and one standard deviation over seeds."""
-    tasks = json.loads((FOLDER.parents[1] / "results" / "former_mujoco_learning_1000k.json").read_text())["tasks"]
+    """Evaluation return on two robots: ours, our preset `cleanrl`, SB3 (with the former code's measurement), and what
+    CleanRL publishes for HalfCheetah-v4 (1,443, of training episodes): mean and one standard deviation over seeds."""
+    folder = FOLDER.parents[1] / "results"
+    settings = json.loads((folder / "mujoco_learning_1000k.json").read_text())["settings"]
+    former = json.loads((folder / "former_mujoco_learning_1000k.json").read_text())["tasks"]
     figure, axes = canvas(2, width=3.6)
     for axis, task in zip(axes, ("HalfCheetah-v5", "Walker2d-v5"), strict=True):
-        for key, name, color in (("seeds", "ours", BLUE), ("sb3_seeds", "SB3, its Zoo's settings", RED)):
-            runs = [run["evaluations"] for run in tasks[task][key].values()]
-            steps = np.mean([run["global_step"] for run in runs], axis=0) / 1e6
-            returns = np.array([run["mean_return"] for run in runs])
-            mean, spread = returns.mean(0), returns.std(0, ddof=1)
-            axis.plot(steps, mean, color=color, lw=2, label=f"{name}, {len(runs)} seeds")
-            axis.fill_between(steps, mean - spread, mean + spread, color=color, alpha=0.2, lw=0)
+        sb3 = [run["evaluations"] for run in former[task]["sb3_seeds"].values()]
+        lines = {"SB3, its Zoo's settings": ([x["global_step"] for x in sb3], [x["mean_return"] for x in sb3], RED)}
+        for line, name, color in (("ours", "ours", BLUE), ("cleanrl", "ours with CleanRL's settings", "gray")):
+            curves = [run["curve"] for run in settings.get(f"{task}, {line}", {"seeds": {}})["seeds"].values()]
+            if curves:
+                lines[name] = [x["steps"] for x in curves], [x["y"] for x in curves], color
+        for name, (steps, returns, color) in reversed(lines.items()):
+            mean, spread = np.mean(returns, axis=0), np.std(returns, axis=0, ddof=1)
+            million = np.mean(steps, axis=0) / 1e6
+            axis.plot(million, mean, color=color, lw=2, label=f"{name}, {len(returns)} seeds")
+            axis.fill_between(million, mean - spread, mean + spread, color=color, alpha=0.2, lw=0)
         axis.set(title=task, xlabel="million environment steps", ylabel="evaluation return", ylim=(0, None))
-    axes[0].legend(fontsize=9, loc="lower right")
+    axes[0].axhline(1443, color="gray", ls="--", lw=1, label="CleanRL, published (v4)")
+    axes[0].legend(fontsize=7, loc=(0.26, 0.34))
     save(figure, "learning")
     return {}
 
