@@ -41,6 +41,7 @@ from envs.mario import MarioEnv
 from envs.nes_core import resolve_backend
 
 SCRIPT, FORMAT = Path(__file__).stem, "ppo_atari_mario/3"  # FORMAT: what a checkpoint holds; copies keep it
+HERE: dict[str, Any] = {"device": "cpu", "torch_threads": 1}  # for play: what a run had may be missing here
 
 
 class UsageError(ValueError):
@@ -161,6 +162,7 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
 
 
 PRESETS: dict[str, dict[str, Any]] = {
+    "defaults": {},
     "explore": {"ent_coef": 0.05, "learning_rate": 1e-4},
     "fast": {"total_timesteps": 2_000_000, "num_envs": 8, "num_minibatches": 8, "update_epochs": 3},
     "debug": {"total_timesteps": 2_048, "num_envs": 4, "num_steps": 64, "num_minibatches": 4, "minibatch_growth": 1,
@@ -381,9 +383,8 @@ def train(args: Args, signals: list[int] | tuple[()] = ()) -> dict[str, Any]:
         ctypes.CDLL(None).mallopt(-4, 0), ctypes.CDLL(None).mallopt(-1, 2**30)  # M_MMAP_MAX, M_TRIM_THRESHOLD
     torch.set_num_threads(1)
     torch.manual_seed(args.seed)
-    device = torch.device(args.device)
     vec_env = make_envs(args, args.num_envs)
-    agent = Agent(vec_env, args).to(device)
+    agent = Agent(vec_env, args).to(args.device)
     start = Path(str(args.logdir), "latest.pt") if args.resume else args.init_from
     checkpoint = load(Path(start)) if start else {}
     if checkpoint:
@@ -393,13 +394,12 @@ def train(args: Args, signals: list[int] | tuple[()] = ()) -> dict[str, Any]:
     adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": torch.zeros(())}
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
     torch._dynamo.config.recompile_limit = 1000  # of one process, which may be a sweep over many runs
-    options: Any = {"cpp_wrapper": device.type == "cpu"}
+    options: Any = {"cpp_wrapper": args.device == "cpu"}
     update: Any = torch.compile(take_steps, dynamic=False, options=options) if args.compile else take_steps
     late_num_minibatches = args.num_minibatches // args.minibatch_growth
     steps_per_call = math.gcd(4, late_num_minibatches)  # one compiled call for each step would cost half as much again
-    ent_coef: Any = torch.zeros((), device=device)  # a tensor, since compiled code knows numbers as constants
+    ent_coef: Any = torch.zeros((), device=args.device)  # a tensor, since compiled code knows numbers as constants
     loss_args = replace(args, ent_coef=ent_coef)
-
     run = SimpleNamespace(global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
                           training_return=math.nan, training_success=math.nan, mean_return=math.nan,
                           best_return=-math.inf)  # fmt: skip
@@ -407,7 +407,7 @@ def train(args: Args, signals: list[int] | tuple[()] = ()) -> dict[str, Any]:
     next_obs, _ = vec_env.reset(seed=args.seed)
     if args.resume:
         vars(run).update(checkpoint["run"])
-        adam = {name: x.to(device) for name, x in checkpoint["adam"].items()}
+        adam = {name: x.to(args.device) for name, x in checkpoint["adam"].items()}
         state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
         if vec_env.set_state(state):  # environments that cannot be saved begin anew
             torch.set_rng_state(checkpoint["generator"])
@@ -441,13 +441,12 @@ def train(args: Args, signals: list[int] | tuple[()] = ()) -> dict[str, Any]:
 
         wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
     writer = SummaryWriter(str(logdir), purge_step=run.global_step + 1)
-
     all_steps, stopping = args.num_updates * args.batch_size, False
     while run.global_step < all_steps and not stopping:
         started = time.perf_counter()
         progress = run.global_step / all_steps
         annealing = {"linear": 1 - progress, "exponential": 0.01**progress, "none": 1.0}  # detail 4
-        adam["learning_rate"] = torch.tensor(args.learning_rate * annealing[args.lr_decay], device=device)
+        adam["learning_rate"] = torch.tensor(args.learning_rate * annealing[args.lr_decay], device=args.device)
         ent_coef.fill_(args.ent_coef * annealing[args.ent_decay])
         num_minibatches = args.num_minibatches if progress < 1 / 3 else late_num_minibatches
         # --- collect --------------------------------------------------------------------------------------------------
@@ -456,7 +455,7 @@ def train(args: Args, signals: list[int] | tuple[()] = ()) -> dict[str, Any]:
         ended: list[tuple[float, int, float]] = []  # (return, length, flag reached) of each episode that ended
         for t in range(args.num_steps):
             # channels last, as convolutions want them, so that not each epoch has to turn them around
-            obs = torch.as_tensor(next_obs, device=device).contiguous(memory_format=torch.channels_last)
+            obs = torch.as_tensor(next_obs, device=args.device).contiguous(memory_format=torch.channels_last)
             with torch.no_grad():
                 policy, values = agent(obs)
                 actions = policy.sample()
@@ -478,12 +477,12 @@ def train(args: Args, signals: list[int] | tuple[()] = ()) -> dict[str, Any]:
             cuts += [(t, n, infos["final_obs"][n]) for n in np.flatnonzero(truncated & ~terminated).tolist()]
         # --- bootstrap ------------------------------------------------------------------------------------------------
         obs, actions, log_probs, values, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # (num_steps, ...)
-        rewards, terminated, truncated, raw_rewards = (x.to(device, torch.float32) for x in others)
+        rewards, terminated, truncated, raw_rewards = (x.to(args.device, torch.float32) for x in others)
         with torch.no_grad():
-            next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=device))[None]])
+            next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=args.device))[None]])
             if cuts:
                 times, indices, final_obs = zip(*cuts, strict=True)
-                next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=device))
+                next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
         # --- advantages -----------------------------------------------------------------------------------------------
         gamma = args.gamma
         advantages, returns = compute_gae(rewards, values, next_values, terminated, truncated, gamma, args.gae_lambda)
@@ -494,7 +493,7 @@ def train(args: Args, signals: list[int] | tuple[()] = ()) -> dict[str, Any]:
         torch.set_num_threads(args.torch_threads)
         results: list[dict[str, Tensor]] = []  # of each call of `update`
         for _ in range(args.update_epochs):
-            order = torch.randperm(len(batch.obs), device=device)  # detail 6: each transition once an epoch
+            order = torch.randperm(len(batch.obs), device=args.device)  # detail 6: each transition once an epoch
             minibatches = (x.index_select(0, order).unflatten(0, (num_minibatches, -1)) for x in batch)
             calls = zip(*(x.split(steps_per_call) for x in minibatches), strict=True)
             epoch = [update(agent, loss_args, weights, adam, Batch(*some)) for some in calls]
@@ -598,7 +597,7 @@ def load(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
         require(state["format"] == FORMAT, "another format")
         state["args"] = {name: x for name, x in state["args"].items() if name in Args.__dataclass_fields__}
-        env_id = Args(**state["args"] | {"device": "cpu"}).env_id  # its own device may not be here
+        env_id = Args(**state["args"] | HERE).env_id
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
         raise OSError(f"{path} is missing, damaged or no checkpoint of format {FORMAT} ({error!r:.80}).") from None
     trusted = ":" not in env_id or env_id in sys.argv or env_id.split(":")[0] in sys.modules
@@ -635,7 +634,7 @@ def play(options: PlayArgs) -> list[float]:
     path = Path(options.logdir or "", options.checkpoint).with_suffix(".pt")
     checkpoint = load(path)
     torch.set_num_threads(1)  # more wait for each other over a single picture
-    args = Args(**checkpoint["args"] | {"device": "cpu", "torch_threads": 1})
+    args = Args(**checkpoint["args"] | HERE)
     args = replace(args, env_id=options.env_id or args.env_id)
     render_mode = "human" if options.render else "rgb_array" if options.save_gif else None
     vec_env = make_envs(args, 1, render_mode)

@@ -37,6 +37,7 @@ from torch.utils.tensorboard import SummaryWriter
 from envs import ClipAction, NormalizeObservation, NormalizeReward, RecordGif, RunningMeanStd, WorkerError, vectorize
 
 SCRIPT, FORMAT = Path(__file__).stem, "ppo_continuous_mujoco/3"  # FORMAT: what a checkpoint holds; copies keep it
+HERE: dict[str, Any] = {"device": "cpu"}  # for play: what a run had may be missing here
 
 
 class UsageError(ValueError):
@@ -342,9 +343,8 @@ def train(args: Args, signals: list[int] | tuple[()] = ()) -> dict[str, Any]:
     `signals`, which `main` fills, ends the run after its update."""
     torch.set_num_threads(1)  # networks this small gain nothing from more
     torch.manual_seed(args.seed)
-    device = torch.device(args.device)
     vec_env = make_envs(args, args.num_envs)
-    agent = Agent(vec_env, args).to(device)
+    agent = Agent(vec_env, args).to(args.device)
     start = Path(str(args.logdir), "latest.pt") if args.resume else args.init_from
     checkpoint = load(Path(start)) if start else {}
     if checkpoint:
@@ -357,10 +357,9 @@ def train(args: Args, signals: list[int] | tuple[()] = ()) -> dict[str, Any]:
     adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": torch.zeros(())}
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
     torch._dynamo.config.recompile_limit = 1000  # of one process, which may be a sweep over many runs
-    options: Any = {"cpp_wrapper": device.type == "cpu", "cpp.use_decompose_tanh": True}  # the latter vectorises tanh
+    options: Any = {"cpp_wrapper": args.device == "cpu", "cpp.use_decompose_tanh": True}  # the latter vectorises tanh
     update: Any = torch.compile(take_steps, dynamic=False, options=options) if args.compile else take_steps
     steps_per_call = math.gcd(4, args.num_minibatches)  # one compiled call for each step would cost half as much again
-
     run = SimpleNamespace(global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
                           average_reward=0.0, best_LTA=-math.inf, training_return=math.nan, mean_return=math.nan,
                           best_return=-math.inf)  # fmt: skip
@@ -368,7 +367,7 @@ def train(args: Args, signals: list[int] | tuple[()] = ()) -> dict[str, Any]:
     next_obs, _ = vec_env.reset(seed=args.seed)
     if args.resume:
         vars(run).update(checkpoint["run"])
-        adam = {name: x.to(device) for name, x in checkpoint["adam"].items()}
+        adam = {name: x.to(args.device) for name, x in checkpoint["adam"].items()}
         state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
         if vec_env.set_state(state):  # environments that cannot be saved begin anew
             torch.set_rng_state(checkpoint["generator"])
@@ -402,7 +401,6 @@ def train(args: Args, signals: list[int] | tuple[()] = ()) -> dict[str, Any]:
 
         wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
     writer = SummaryWriter(str(logdir), purge_step=run.global_step + 1)
-
     all_steps, stopping = args.num_updates * args.batch_size, False
     while run.global_step < all_steps and not stopping:
         started = time.perf_counter()
@@ -414,7 +412,7 @@ def train(args: Args, signals: list[int] | tuple[()] = ()) -> dict[str, Any]:
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
         ended: list[tuple[float, int, float]] = []  # (return, length, return / length) of each episode that ended
         for t in range(args.num_steps):
-            obs = torch.as_tensor(next_obs, device=device)
+            obs = torch.as_tensor(next_obs, device=args.device)
             with torch.no_grad():
                 actions = agent.policy(obs).sample()
             try:
@@ -431,14 +429,14 @@ def train(args: Args, signals: list[int] | tuple[()] = ()) -> dict[str, Any]:
             cuts += [(t, n, infos["final_obs"][n]) for n in np.flatnonzero(truncated & ~terminated).tolist()]
         # --- bootstrap ------------------------------------------------------------------------------------------------
         obs, actions, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # (num_steps, num_envs, ...)
-        rewards, terminated, truncated, raw_rewards = (x.to(device, torch.float32) for x in others)
+        rewards, terminated, truncated, raw_rewards = (x.to(args.device, torch.float32) for x in others)
         with torch.no_grad():  # one pass over the whole rollout gives what num_steps small ones would have given
             policy, values = agent(obs.flatten(0, 1))
             log_probs, values = policy.log_prob(actions.flatten(0, 1)).view_as(rewards), values.view_as(rewards)
-            next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=device))[None]])
+            next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=args.device))[None]])
             if cuts:
                 times, indices, final_obs = zip(*cuts, strict=True)
-                next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=device))
+                next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
         # --- advantages -----------------------------------------------------------------------------------------------
         gamma = args.gamma
         if args.average_reward_rate is not None:  # differential values: delta = r - rho + V(s') - V(s), without gamma
@@ -455,7 +453,7 @@ def train(args: Args, signals: list[int] | tuple[()] = ()) -> dict[str, Any]:
         batch = Batch(*(x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)))
         results: list[dict[str, Tensor]] = []  # of each call of `update`
         for _ in range(args.update_epochs):
-            order = torch.randperm(len(batch.obs), device=device)  # detail 6: each transition once an epoch
+            order = torch.randperm(len(batch.obs), device=args.device)  # detail 6: each transition once an epoch
             minibatches = (x.index_select(0, order).unflatten(0, (args.num_minibatches, -1)) for x in batch)
             calls = zip(*(x.split(steps_per_call) for x in minibatches), strict=True)
             epoch = [update(agent, args, weights, adam, Batch(*some)) for some in calls]
@@ -556,7 +554,7 @@ def load(path: Path) -> dict[str, Any]:
         state = torch.load(path, map_location="cpu", weights_only=True)
         require(state["format"] == FORMAT, "another format")
         state["args"] = {name: x for name, x in state["args"].items() if name in Args.__dataclass_fields__}
-        env_id = Args(**state["args"] | {"device": "cpu"}).env_id  # its own device may not be here
+        env_id = Args(**state["args"] | HERE).env_id
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
         raise OSError(f"{path} is missing, damaged or no checkpoint of format {FORMAT} ({error!r:.80}).") from None
     trusted = ":" not in env_id or env_id in sys.argv or env_id.split(":")[0] in sys.modules
@@ -593,7 +591,7 @@ def play(options: PlayArgs) -> list[float]:
     check_ranges(options)
     path = Path(options.logdir or "", options.checkpoint).with_suffix(".pt")
     checkpoint = load(path)
-    args = Args(**checkpoint["args"] | {"device": "cpu"})
+    args = Args(**checkpoint["args"] | HERE)
     render_mode = "human" if options.render else "rgb_array" if options.save_gif else None
     vec_env = make_envs(args, 1, RunningMeanStd(), render_mode)
     agent = Agent(vec_env, args)

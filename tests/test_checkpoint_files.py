@@ -243,3 +243,12 @@ def test_files_that_are_no_text_cost_no_run(
     code, out, err = command_line(script, capsys)("--resume", "--logdir", str(logdir), "--total-timesteps", more)
     assert (code, err) == (0, ""), out + err
     assert script.load(logdir / "latest.pt")["run"]["rollouts"] == 4
+
+
+def test_a_run_of_a_larger_machine_plays_here(script: ModuleType, tmp_path: Path) -> None:
+    """Its GPU and its threads may be missing."""
+    logdir = script.train(tiny_args(script, tmp_path / "run"))["logdir"]
+    state = torch.load(Path(logdir, "latest.pt"), weights_only=True)
+    state["args"] |= {"device": "cuda"} | ({"torch_threads": 4096} if "torch_threads" in state["args"] else {})
+    script.save(tmp_path / "run" / "latest.pt", state)
+    assert script.play(script.PlayArgs(logdir=logdir, checkpoint="latest"))

@@ -81,6 +81,14 @@ BOTH = {"total_timesteps": 10_000_000, "num_steps": 128, "update_epochs": 4, "le
 
 
 @pytest.mark.parametrize("name", PRESETS)
+def test_presets_are_layered_from_left_to_right_and_flags_win(mario: ModuleType) -> None:
+    """S002-1, 2, 3, 5: the guide's names."""
+    explored = mario.parse_args(["--configs", "defaults", "explore", "--seed", "3"])
+    assert (explored.ent_coef, explored.learning_rate, explored.num_envs, explored.seed) == (0.05, 1e-4, 32, 3)
+    fast = mario.parse_args(["--configs", "explore", "fast", "--ent-coef", "0.2"])
+    assert (fast.num_envs, fast.update_epochs, fast.total_timesteps, fast.ent_coef) == (8, 3, 2_000_000, 0.2)
+
+
 def test_a_preset_has_exactly_the_published_values(mario: ModuleType, name: str) -> None:
     args, (sizes, expected) = mario.parse_args(["--configs", name]), PRESETS[name]
     expected = expected | BOTH
