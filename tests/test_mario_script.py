@@ -80,7 +80,6 @@ BOTH = {"total_timesteps": 10_000_000, "num_steps": 128, "update_epochs": 4, "le
         "gae_lambda": 0.95, "vf_coef": 0.5, "max_grad_norm": 0.5, "skip": 4, "ent_decay": "none"}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PRESETS)
 def test_presets_are_layered_from_left_to_right_and_flags_win(mario: ModuleType) -> None:
     """S002-1, 2, 3, 5: the guide's names."""
     explored = mario.parse_args(["--configs", "defaults", "explore", "--seed", "3"])
@@ -89,6 +88,7 @@ def test_presets_are_layered_from_left_to_right_and_flags_win(mario: ModuleType)
     assert (fast.num_envs, fast.update_epochs, fast.total_timesteps, fast.ent_coef) == (8, 3, 2_000_000, 0.2)
 
 
+@pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_has_exactly_the_published_values(mario: ModuleType, name: str) -> None:
     args, (sizes, expected) = mario.parse_args(["--configs", name]), PRESETS[name]
     expected = expected | BOTH
