@@ -66,8 +66,7 @@ class RunArgs:
     device: str = "cpu"  # torch device: cpu, cuda, cuda:1
     torch_threads: int = 1  # CPU threads of torch in the update: 2 help on an idle machine and hurt on a busy one
     compile: bool = False  # torch.compile the gradient steps: no gain for convolutions on a CPU
-    # compute the networks in bfloat16: faster on a CPU that has it (avx512_bf16), the default there, else slower
-    amp: bool = bool(torch.cpu.get_capabilities().get("avx512_bf16"))
+    amp: bool = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # bfloat16 networks: slower where a CPU lacks it
     eval_every: int = 100_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 10  # episodes of an evaluation with deterministic actions, and as many with sampled ones
     save_every: int = 100_000  # environment steps between writes of latest.pt; 0: only with evaluations
@@ -89,7 +88,7 @@ class EnvironmentArgs:
     max_pool: bool = False  # Mario: take the brighter of each pixel of the last two frames, against flicker
     mask_score: bool = False  # Mario: blank the rows that show score, coins and time
     show_buttons: bool = True  # Mario: paint the held buttons into the picture, since a held jump does not jump again
-    reward: Literal["shaped", "landed", "flag1000"] = "shaped"  # Mario's weights of progress, time, flag and death
+    reward: Literal["shaped", "landed", "flag1000"] = "shaped"  # Mario's (envs/mario.py); landed: only ground stood on
     stuck_steps: int = 150  # Mario: steps without new ground after which the episode ends like a death; 0: never
     noop_max: int = 30  # an episode begins with up to this many frames of waiting, drawn at random
     sticky_action_probability: float = 0.25  # in each frame, that the console misses a change of the buttons
@@ -180,6 +179,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# ---- Agent -----------------------------------------------------------------------------------------------------------
 def init(layer: Any, std: float = math.sqrt(2)) -> Any:
     """Orthogonal weights of gain `std`, biases 0 (detail 2)."""
     nn.init.orthogonal_(layer.weight, std)
@@ -375,7 +375,8 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
     return returns, lengths, last_infos
 
 
-def train(args: Args, signals: list[int] | tuple[()] = ()) -> dict[str, Any]:
+# ---- Training --------------------------------------------------------------------------------------------------------
+def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
     Raises FloatingPointError for a number that is not finite, WorkerError where an environment fails. A signal in
     `signals`, which `main` fills, ends the run after its update."""

@@ -183,6 +183,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# ---- Agent -----------------------------------------------------------------------------------------------------------
 def mlp(sizes: list[int], output_std: float) -> nn.Sequential:
     """Tanh layers of these widths, orthogonal weights, biases 0 (detail 2); the last is linear, with another gain."""
     layers: list[nn.Module] = []
@@ -395,7 +396,8 @@ def score(agent: Agent, args: Args, num_episodes: int, seed: int = 10_000) -> di
     return summarize(episodes, args.finite_horizon, args.workflow is not None)
 
 
-def train(args: Args, signals: list[int] | tuple[()] = ()) -> dict[str, Any]:
+# ---- Training --------------------------------------------------------------------------------------------------------
+def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
     Raises FloatingPointError for a number that is not finite, WorkerError where an environment fails. A signal in
     `signals`, which `main` fills, ends the run after its update."""
@@ -656,7 +658,7 @@ ROW = (
 )  # of the table of orders
 
 
-def search(options: SearchArgs, args: Args, signals: list[int] | tuple[()] = ()) -> list[dict[str, Any]]:
+def search(options: SearchArgs, args: Args, signals: list[int] | None = None) -> list[dict[str, Any]]:
     """Search for the workflow of the largest return: GP-UCB over all 120 orders, a policy trained for each order tried.
 
     The flags of training, which stand in its own --help, are those of each order's; they begin with the preset search.

@@ -155,6 +155,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 PRESETS["humanoid"] = PRESETS["ant"] | {"env_id": "Humanoid-v5"}
 
 
+# ---- Agent -----------------------------------------------------------------------------------------------------------
 def mlp(sizes: list[int], output_std: float) -> nn.Sequential:
     """Tanh layers of these widths, orthogonal weights, biases 0 (detail 2); the last is linear, with another gain."""
     layers: list[nn.Module] = []
@@ -337,7 +338,8 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
     return returns, lengths
 
 
-def train(args: Args, signals: list[int] | tuple[()] = ()) -> dict[str, Any]:
+# ---- Training --------------------------------------------------------------------------------------------------------
+def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
     Raises FloatingPointError for a number that is not finite, WorkerError where an environment fails. A signal in
     `signals`, which `main` fills, ends the run after its update."""

@@ -7,6 +7,7 @@ python -m benchmarks.speed --other ../old --quick --only halfcheetah
 
 from __future__ import annotations
 
+import os
 import statistics
 import subprocess
 import sys
@@ -36,46 +37,20 @@ SETTINGS = {
     "cage2, 25 environments": ("ppo_cage2_parallel.py", "--num-envs 25 --num-minibatches 4", 2_500, 100),
     "mario, two threads in the update": ("ppo_atari_mario.py", "--backend fceumm --torch-threads 2", 8_192, 3),
     "cage2, 256 environments": ("ppo_cage2_parallel.py", "", 25_600, 25),
-    "SubprocVecEnv, 16 x CartPole": ("stepping", "CartPole-v1", 0, 0),
-    "SubprocVecEnv, 16 x HalfCheetah": ("stepping", "HalfCheetah-v5", 0, 0),
-    "SubprocVecEnv, 16 x images": ("stepping", "images 64x64x3", 0, 0),
+    "SubprocVecEnv, 16 x CartPole": ("step_subproc.py", "CartPole-v1", 0, 0),
+    "SubprocVecEnv, 16 x HalfCheetah": ("step_subproc.py", "HalfCheetah-v5", 0, 0),
+    "SubprocVecEnv, 16 x images": ("step_subproc.py", "images 64x64x3", 0, 0),
 }  # fmt: skip
-STEPPING = """
-import sys, time, numpy as np, gymnasium as gym
-from envs.subproc_vec_env import SubprocVecEnv
-
-class ImageEnv(gym.Env):
-    observation_space, action_space = gym.spaces.Box(0, 255, (64, 64, 3), np.uint8), gym.spaces.Discrete(12)
-    images, count = np.random.default_rng(0).integers(0, 256, (8, 64, 64, 3), dtype=np.uint8), 0
-    def reset(self, *, seed=None, options=None):
-        return self.images[0], {}
-    def step(self, action):
-        self.count += 1
-        return self.images[self.count % 8], 0.0, False, self.count % 500 == 0, {}
-
-task = sys.argv[1]
-envs = SubprocVecEnv([ImageEnv if task.startswith("images") else lambda: gym.make(task)] * 16, context="fork")
-envs.reset(seed=0)
-actions = [envs.action_space.sample() for _ in range(64)]
-rates = []
-for _ in range(8):
-    count, start = 0, time.perf_counter()
-    while time.perf_counter() - start < 1:
-        envs.step(actions[count % 64])
-        count += 1
-    rates.append(16 * count / (time.perf_counter() - start))
-envs.close()
-print(sorted(rates)[4])
-"""
 
 
 def measure(checkout: Path, name: str) -> tuple[float, float]:
     """Train, or only step, in a checkout; returns the median steps/s of its updates but the first, and the seconds by
     which the first took longer than the others (compiling)."""
     script, flags, batch, updates = SETTINGS[name]
-    if script == "stepping":
-        command = [sys.executable, "-c", STEPPING, flags]
-        return float(subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout), 0.0
+    if script == "step_subproc.py":
+        command, variables = [sys.executable, str(ROOT / "benchmarks" / script), flags], {"PYTHONPATH": str(checkout)}
+        done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True)
+        return float(done.stdout), 0.0
     if checkout != ROOT:  # there, all of the loop would use them
         flags = flags.replace(" --torch-threads 2", "")
     columns = train(script, [*flags.split(), "--total-timesteps", str(batch * updates)], checkout, anew=True)

@@ -38,37 +38,20 @@ from typing import Any
 import gymnasium as gym
 import mujoco
 import numpy as np
-from gymnasium.spaces import Box, Discrete
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
 from benchmarks.common import CORES, installed, interleave, machine_info, parser_of, positive_seconds, publish
+from benchmarks.step_subproc import ImageEnv, Step, planned, step_for
 from envs.cage2 import Cage2Env, Cage2VecEnv, simulator
 from envs.mario import MarioEnv, available_backends
 from envs.mujoco_batch import MujocoBatchVecEnv
 from envs.nes_core import make_core
 from envs.subproc_vec_env import SubprocVecEnv
 
-Step = Callable[[Any], Any]
 Candidates = dict[str, Callable[[], float]]  # name -> measures environment steps per second once
 SAME_STEP = AutoresetMode.SAME_STEP
 NUM_ENVS = 16
 LIMIT, TOGETHER = "limit: independent loops", "limit: loops that meet after each step"
-
-
-def step_for(seconds: float, step: Step, actions: Any, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Step for so many seconds; returns environment steps per second. `actions` are batches, in whole passes."""
-    count, start = 0, clock()
-    while (elapsed := clock() - start) < seconds:
-        for batch in actions:
-            step(batch)
-        count += len(actions) * np.size(actions[0][..., :1] if np.ndim(actions[0]) > 1 else actions[0])
-    return count / elapsed
-
-
-def planned(envs: Any, num: int = 64) -> list[np.ndarray]:
-    """Random actions of all environments, to use over and over."""
-    envs.action_space.seed(0)
-    return [envs.action_space.sample() for _ in range(num)]
 
 
 # ---- the limit ------------------------------------------------------------------------------------------------------
@@ -159,26 +142,6 @@ def mean_episode_length(envs: MujocoBatchVecEnv, actions: list[np.ndarray], num_
 
 
 # ---- vector environments --------------------------------------------------------------------------------------------
-class ImageEnv(gym.Env):
-    """64 x 64 RGB images at next to no cost, so that what is measured is their way to the learner."""
-
-    observation_space = Box(0, 255, (64, 64, 3), np.uint8)
-    action_space = Discrete(12)
-
-    def __init__(self) -> None:
-        self.images = np.random.default_rng(0).integers(0, 256, (8, 64, 64, 3), dtype=np.uint8)
-        self.count = 0
-
-    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[np.ndarray, dict]:
-        super().reset(seed=seed)
-        self.count = 0
-        return self.images[0], {}
-
-    def step(self, action: int) -> tuple[np.ndarray, float, bool, bool, dict]:
-        self.count += 1
-        return self.images[self.count % 8], 0.0, False, self.count == 500, {}
-
-
 def quiet_make(env_id: str) -> gym.Env:
     """Gymnasium's environment, without its warnings."""
     with warnings.catch_warnings():

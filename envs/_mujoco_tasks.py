@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from envs._mujoco_simulations import Array, Simulations
+from envs.normalize import clip
 
 Infos = dict[str, Any]
 
@@ -36,10 +37,6 @@ def _sum_of_squares(rows: Array) -> Array:
 def _norm(rows: Array) -> Array:
     # np.linalg.norm of a vector is the root of a BLAS dot product, which may fuse multiply and add: so here.
     return np.sqrt(np.vecdot(rows, rows))
-
-
-def _clip(values: Array, low: float, high: float) -> Array:
-    return np.minimum(np.maximum(values, low), high)  # np.clip, without its microseconds of argument handling
 
 
 def _locomotion(
@@ -93,7 +90,7 @@ def _hopper(env: Any, sims: Simulations) -> Task:
 
     def observe() -> Array:
         obs = sims.motion[:, skip:].copy()
-        obs[:, -env.model.nv :] = _clip(sims.qvel, -10, 10)
+        obs[:, -env.model.nv :] = clip(sims.qvel, -10, 10)
         return obs
 
     def healthy() -> Array:
@@ -130,13 +127,13 @@ def _ant(env: Any, sims: Simulations) -> Task:
         if not env._include_cfrc_ext_in_observation:
             return motion.copy()
         # the first six numbers belong to the world
-        return np.concatenate((motion, _clip(forces[:, 6:], *env._contact_force_range)), axis=1)
+        return np.concatenate((motion, clip(forces[:, 6:], *env._contact_force_range)), axis=1)
 
     def healthy() -> Array:
         return np.isfinite(sims.motion).all(axis=1) & (min_z <= z) & (z <= max_z)
 
     def contact_cost() -> Array:
-        return env._contact_cost_weight * _sum_of_squares(_clip(forces, *env._contact_force_range))
+        return env._contact_cost_weight * _sum_of_squares(clip(forces, *env._contact_force_range))
 
     return _locomotion(env, sims, observe, body_xy.copy, lambda: _plane_info(sims), healthy, contact_cost)
 
@@ -169,7 +166,7 @@ def _humanoid(env: Any, sims: Simulations) -> Task:
         return (min_z < z) & (z < max_z)
 
     def contact_cost() -> Array:
-        return _clip(env._contact_cost_weight * _sum_of_squares(forces), *env._contact_cost_range)
+        return clip(env._contact_cost_weight * _sum_of_squares(forces), *env._contact_cost_range)
 
     def reset_info() -> Infos:
         return _plane_info(sims) | tendon_info()
@@ -190,7 +187,7 @@ def _humanoid_standup(env: Any, sims: Simulations) -> Task:
     def score(actions: Array, before: Array, after: Array) -> tuple[Array, Array, Infos]:
         uph = after / timestep
         ctrl_cost = env._ctrl_cost_weight * _sum_of_squares(sims.ctrl)
-        impact_cost = _clip(env._impact_cost_weight * _sum_of_squares(forces), *env._impact_cost_range)
+        impact_cost = clip(env._impact_cost_weight * _sum_of_squares(forces), *env._impact_cost_range)
         info = {"reward_linup": uph, "reward_quadctrl": -ctrl_cost, "reward_impact": -impact_cost}
         return uph - ctrl_cost - impact_cost + 1, np.zeros(sims.num, np.bool_), reset_info() | info
 
@@ -249,7 +246,7 @@ def _inverted_double_pendulum(env: Any, sims: Simulations) -> Task:
 
     def observe() -> Array:
         angles = sims.qpos[:, 1:].copy()
-        clipped = _clip(sims.qvel, -10, 10), _clip(constraint_force[:, :1], -10, 10)
+        clipped = clip(sims.qvel, -10, 10), clip(constraint_force[:, :1], -10, 10)
         return np.concatenate((sims.qpos[:, :1], np.sin(angles), np.cos(angles), *clipped), axis=1)
 
     def score(actions: Array, before: Array, after: Array) -> tuple[Array, Array, Infos]:

@@ -40,8 +40,8 @@ class RunningMeanStd:
         self.mean, self.var, self.count = np.array(state["mean"]), np.array(state["var"]), float(state["count"])
 
 
-def _clip(values: np.ndarray, limit: float) -> np.ndarray:
-    return np.minimum(np.maximum(values, -limit), limit)  # a third of the time of np.clip
+def clip(values: np.ndarray, low: Any, high: Any) -> np.ndarray:
+    return np.minimum(np.maximum(values, low), high)  # np.clip, without its microseconds of argument handling
 
 
 class ClipAction(VectorWrapper):
@@ -49,7 +49,7 @@ class ClipAction(VectorWrapper):
 
     def step(self, actions):
         space: Any = self.single_action_space
-        return self.env.step(np.clip(actions, space.low, space.high))
+        return self.env.step(clip(actions, space.low, space.high))
 
     def get_state(self) -> dict[str, Any]:
         return self.env.get_state()  # type: ignore[attr-defined]
@@ -86,7 +86,7 @@ class NormalizeObservation(VectorWrapper):
     def normalize(self, obs: np.ndarray) -> np.ndarray:
         """(..., *shape) -> float32 (..., *shape) with the statistics as they stand."""
         scaled = (obs - self.statistics.mean) / np.sqrt(self.statistics.var + self.epsilon)
-        return _clip(scaled, self.clip).astype(np.float32)
+        return clip(scaled, -self.clip, self.clip).astype(np.float32)
 
     def reset(self, *, seed=None, options=None):
         obs, infos = self.env.reset(seed=seed, options=options)
@@ -139,7 +139,7 @@ class NormalizeReward(VectorWrapper):
         self.returns = self.returns * self.gamma + rewards
         self.statistics.update(self.returns)
         self.returns[terminations | truncations] = 0.0
-        scaled = _clip(rewards / math.sqrt(self.statistics.var + self.epsilon), self.clip)
+        scaled = clip(rewards / math.sqrt(self.statistics.var + self.epsilon), -self.clip, self.clip)
         return obs, scaled, terminations, truncations, infos
 
     def get_state(self) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from envs.subproc_vec_env import SubprocVecEnv
 
 
 def follow_robot(env: gym.Env) -> gym.Env:
-    """`env`, seen by the camera that follows the robot, if it has one: MuJoCo's default camera stands still."""
+    """`env`, filmed by the camera that follows the robot, if it has one: MuJoCo's default camera stands still."""
     robot: Any = env.unwrapped
-    if hasattr(robot, "mujoco_renderer"):
+    if env.render_mode is not None and hasattr(robot, "mujoco_renderer"):
         robot.mujoco_renderer.camera_id = 0 if robot.model.ncam else -1
     return env
 

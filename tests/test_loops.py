@@ -66,16 +66,17 @@ def watch(script: ModuleType, folder: Path) -> Watched:
 
     def make_watched(*given: Any, **options: Any) -> Any:
         vec_env = make_envs(*given, **options)
-        reset, game = vec_env.reset, vec_env.unwrapped if name == "ppo_continuous_mujoco" else vec_env
+        if seen["first"]:  # evaluations make environments of their own, later
+            return vec_env
+        game = vec_env.unwrapped if name == "ppo_continuous_mujoco" else vec_env  # below what clips actions
         game_step = game.step
 
         def watched_actions(actions: Any) -> Any:
             seen["actions"].append(np.array(actions))
             return game_step(actions)
 
-        if not seen["first"]:
-            game.step = watched_actions  # below what clips actions
-        step = vec_env.step
+        game.step = watched_actions
+        step, reset = vec_env.step, vec_env.reset
 
         def watched_step(actions: Any) -> Any:
             seen["steps"].append(copy.deepcopy(step(actions)))
@@ -85,8 +86,7 @@ def watch(script: ModuleType, folder: Path) -> Watched:
             seen["first"].append(copy.deepcopy(reset(**options)))
             return seen["first"][-1]
 
-        if not seen["first"]:  # evaluations make environments of their own, later
-            vec_env.step, vec_env.reset = watched_step, watched_reset
+        vec_env.step, vec_env.reset = watched_step, watched_reset
         return vec_env
 
     with pytest.MonkeyPatch.context() as patch:
