@@ -12,6 +12,7 @@ import gymnasium as gym
 import numpy as np
 from gymnasium.vector import VectorEnv, VectorWrapper
 from gymnasium.vector.utils import batch_space
+from numba import njit
 
 from .scenario import ACTION_NAMES, DECOY_CHECKS, DECOY_FITS, DECOYS, EXPLOITS, HOSTS, LISTENING
 from .vec_env import check_same_step
@@ -42,10 +43,9 @@ WORKFLOW_HOSTS = [h for h, name in enumerate(HOSTS) if name != "User0"]
 NUM_HOSTS = len(HOSTS)
 KINDS = ("Analyse", "Remove", "Restore", "Scan", "Exploit")
 TRACES = slice(0, len(KINDS) * NUM_HOSTS)
-SEEN = slice(3 * NUM_HOSTS, 5 * NUM_HOSTS)  # the traces of Scan and Exploit
-EVER = slice(TRACES.stop, TRACES.stop + 2 * NUM_HOSTS)
-ACTIVITY = slice(SEEN.start, EVER.stop)
-DECOYS_UP = slice(EVER.stop, EVER.stop + len(DECOY_SLOTS))
+FIRST_ACTIVITY = 3 * NUM_HOSTS  # traces of Scan and Exploit, then whether a host was ever scanned and exploited
+FIRST_DECOY = FIRST_ACTIVITY + 4 * NUM_HOSTS
+DECOYS_UP = slice(FIRST_DECOY, FIRST_DECOY + len(DECOY_SLOTS))
 CLOCKS = slice(DECOYS_UP.stop, DECOYS_UP.stop + 2)
 MEMORY_SIZE = CLOCKS.stop
 
@@ -66,12 +66,41 @@ for action, (verb, host) in enumerate(VERB_AND_HOST):
 START = np.zeros(MEMORY_SIZE, np.float32)
 START[CLOCKS] = 1
 
-# SLOTS_OF[h]: which slots are of host h. NEXT_DECOY[h, k]: the action that starts its decoy k, or again the last one.
-SLOTS_OF = np.array([[h == host for h, _ in DECOY_SLOTS] for host in range(NUM_HOSTS)], np.float32)
+# Host h has the slots from FIRST_SLOT[h] to before FIRST_SLOT[h + 1]. NEXT_DECOY[h, k] is the action that starts its
+# decoy k, or again the last one.
+FIRST_SLOT = np.searchsorted([h for h, _ in DECOY_SLOTS], range(NUM_HOSTS + 1))
 _STARTERS = [[VERB_AND_HOST.index((f"Decoy{DECOYS[d].name}", h)) for h, d in DECOY_SLOTS if h == host]
              for host in range(NUM_HOSTS)]  # fmt: skip
 _LONGEST = max(map(len, _STARTERS))
 NEXT_DECOY = np.array([(starters + starters[-1:] * (_LONGEST + 1))[: _LONGEST + 1] for starters in _STARTERS])
+
+
+@njit
+def expand(actions, now, plain, hosts):
+    """The game's actions (num_envs,) for reduced ones: `plain`, then the next decoy of each of `hosts`."""
+    expanded = np.empty_like(actions)
+    for n, action in enumerate(actions):
+        if action < len(plain):
+            expanded[n] = plain[action]
+        else:
+            host = hosts[action - len(plain)]
+            decoys_up = now[n, FIRST_DECOY + FIRST_SLOT[host] : FIRST_DECOY + FIRST_SLOT[host + 1]]
+            expanded[n] = NEXT_DECOY[host, int(decoys_up.sum())]
+    return expanded
+
+
+@njit
+def remember(now, actions, seen, fade, set_to):
+    """Move the memories `now` (num_envs, MEMORY_SIZE) by a step: `actions` (num_envs,), then `seen` (num_envs, 52)."""
+    for n, action in enumerate(actions):
+        for i in range(now.shape[1]):
+            now[n, i] = max(now[n, i] * fade[action, i], set_to[action, i])
+        for host in range(NUM_HOSTS):
+            exploited = seen[n, 4 * host + 1]
+            scanned = seen[n, 4 * host] - exploited  # bits 10, 11
+            for k, activity in enumerate((scanned, exploited, scanned, exploited)):
+                i = FIRST_ACTIVITY + k * NUM_HOSTS + host
+                now[n, i] = max(now[n, i], activity)
 
 
 class Memory(VectorWrapper):
@@ -110,10 +139,7 @@ class Memory(VectorWrapper):
         """The game's actions (num_envs,) in 0..144 for the policy's."""
         if not self.reduced_to.size:
             return actions
-        hosts = self.reduced_to[actions % len(self.reduced_to)]  # the order is by verb, then by host
-        standing = (self.now[:, DECOYS_UP] * SLOTS_OF[hosts]).sum(-1).astype(int)
-        plain = self.plain[np.minimum(actions, len(self.plain) - 1)]
-        return np.where(actions < len(self.plain), plain, NEXT_DECOY[hosts, standing])
+        return expand(actions, self.now, self.plain, self.reduced_to)
 
     def inputs(self, obs: np.ndarray) -> np.ndarray:
         """(num_envs, 52) -> (num_envs, obs_dim)."""
@@ -136,11 +162,7 @@ class Memory(VectorWrapper):
         if ended.size:
             seen = obs.copy()
             seen[ended] = np.stack(infos["final_obs"][ended])
-        scanned, exploited = seen[:, 0::4] - seen[:, 1::4], seen[:, 1::4]  # bits 10, 11
-        self.now *= FADE[actions]
-        np.maximum(self.now, SET[actions], out=self.now)
-        activity = np.concatenate((scanned, exploited, scanned, exploited), axis=1)
-        np.maximum(self.now[:, ACTIVITY], activity, out=self.now[:, ACTIVITY])
+        remember(self.now, actions, seen, FADE, SET)
         self.steps += 1
         if ended.size:
             final = self.inputs(seen)
