@@ -255,10 +255,8 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     rollout, has a future, and V(s') stands for it (Pardo et al. 2018). Where an episode ended (terminated or cut), the
     recursion stops too, because the next row belongs to another one.
     """
-    terminated, truncated = terminations.to(values.dtype), truncations.to(values.dtype)
-    ended = torch.maximum(terminated, truncated)
-    deltas = rewards + gamma * next_values * (1 - terminated) - values
-    decay = gamma * gae_lambda * (1 - ended)
+    deltas = rewards + gamma * next_values * terminations.logical_not() - values
+    decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not()
     advantages = deltas.clone()  # which is all of the last row's
     for t in reversed(range(len(rewards) - 1)):  # detail 5
         advantages[t] += decay[t] * advantages[t + 1]
@@ -444,16 +442,15 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
-    is_free = args.resume or not (logdir / "latest.pt").exists()
-    require(is_free, f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
+    require(args.resume or not (logdir / "latest.pt").exists(), f"{logdir} holds a run: --resume it or choose another.")
     log.truncate(run.csv_size)
+    WorkerError.advice = f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}"
     commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
     (logdir / "config.json").write_text(json.dumps(config, indent=1))
-    stepping = type(vec_env.unwrapped).__name__
-    print(f"{args.num_updates} updates of {args.num_envs} environments ({stepping}) x {args.num_steps} steps, "
-          f"{args.update_epochs} epochs x {args.num_minibatches} minibatches: {logdir}")  # fmt: skip
+    print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
+          f"epochs x {args.num_minibatches} minibatches, {type(vec_env.unwrapped).__name__}: {logdir}")  # fmt: skip
     if args.compile:
         print("The first update compiles the gradient steps, which takes 10 to 30 s.", flush=True)
     if args.track is not None:
@@ -479,11 +476,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             obs = torch.as_tensor(next_obs, device=args.device)
             with torch.no_grad():
                 actions = agent.policy(obs).sample()
-            try:
-                next_obs, rewards, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
-            except WorkerError as error:
-                error.add_note(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
-                raise
+            next_obs, rewards, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
             rewards = args.reward_scale * (rewards + infos.get("alignment", 0.0))
             rows.append((obs, actions, *map(torch.as_tensor, (rewards, terminated, truncated, infos["raw_reward"]))))
             for n in np.flatnonzero(terminated | truncated):
@@ -596,7 +589,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         best_score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.game)
         print(f"best of all runs of {args.game}: {best_score:.2f}, {best_run}")
     if stopping:
-        print(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
+        print(WorkerError.advice)
     return {"logdir": str(logdir), **vars(run)}
 
 
@@ -795,9 +788,9 @@ def main(argv: list[str]) -> int:
             search(options, parse_args(flags if "--configs" in flags else ["--configs", "search", *flags]), signals)
         else:
             train(parse_args(argv[1:] if argv[:1] == ["train"] else argv), signals)
-    except (UsageError, ImportError, OSError, FloatingPointError, WorkerError) as error:
-        print("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
-        return 2 if isinstance(error, UsageError | ImportError) else 1
+    except (UsageError, gym.error.Error, ImportError, OSError, FloatingPointError, WorkerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError | gym.error.Error | ImportError) else 1
     return 128 + signals[0] if signals else 0
 
 

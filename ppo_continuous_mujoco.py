@@ -147,8 +147,6 @@ PRESETS: dict[str, dict[str, Any]] = {
     "walker": {"env_id": "Walker2d-v5", "norm_adv": "none", "vf_coef": 0.25, "log_std_init": -0.5},
     "swimmer": {"env_id": "Swimmer-v5", "gamma": 0.9999, "gae_lambda": 0.98, "num_envs": 4, "num_steps": 1024,
                 "num_minibatches": 16, "learning_rate": 6e-4},
-    "reacher": {"env_id": "Reacher-v5", "gamma": 0.9, "norm_adv": "none", "vf_coef": 0.25, "log_std_init": -0.5},
-    "pusher": {"env_id": "Pusher-v5", "vf_coef": 0.25, "log_std_init": -0.5},
     "queue": {"env_id": "TwoQueue-v0", "average_reward_rate": 0.1, "norm_reward": False, "reset_steps": 512,
               "num_steps": 32, "num_minibatches": 4, "total_timesteps": 200_000, "eval_every": 50_000},
 }  # fmt: skip
@@ -209,10 +207,8 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     rollout, has a future, and V(s') stands for it (Pardo et al. 2018). Where an episode ended (terminated or cut), the
     recursion stops too, because the next row belongs to another one.
     """
-    terminated, truncated = terminations.to(values.dtype), truncations.to(values.dtype)
-    ended = torch.maximum(terminated, truncated)
-    deltas = rewards + gamma * next_values * (1 - terminated) - values
-    decay = gamma * gae_lambda * (1 - ended)
+    deltas = rewards + gamma * next_values * terminations.logical_not() - values
+    decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not()
     advantages = deltas.clone()  # which is all of the last row's
     for t in reversed(range(len(rewards) - 1)):  # detail 5
         advantages[t] += decay[t] * advantages[t + 1]
@@ -308,10 +304,7 @@ def make_envs(args: Args, num_envs: int, statistics: Any = None, render_mode: st
     """`num_envs` environments that begin the next episode in the step that ends one (SAME_STEP), with observations and
     rewards normalised; with the `statistics` of a run, for evaluation, these stand still and rewards are the task's."""
     settings = args.num_workers, args.step_timeout, args.on_worker_failure
-    try:
-        vec_env: Any = vectorize(lambda: make_env(args, render_mode), num_envs, *settings)
-    except (gym.error.Error, ImportError, TypeError) as error:
-        raise UsageError(f"{args.env_id} cannot be made here: {error}") from None
+    vec_env: Any = vectorize(lambda: make_env(args, render_mode), num_envs, *settings)
     for space in (vec_env.single_observation_space, vec_env.single_action_space):
         is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.dtype.kind == "f"
         require(is_vector, f"{args.env_id} has {space}, no real vector: try FlattenObservation; see docs/copying.md.")
@@ -386,16 +379,15 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
-    is_free = args.resume or not (logdir / "latest.pt").exists()
-    require(is_free, f"{logdir} already holds a run: continue it with --resume, or choose another --logdir.")
+    require(args.resume or not (logdir / "latest.pt").exists(), f"{logdir} holds a run: --resume it or choose another.")
     log.truncate(run.csv_size)
+    WorkerError.advice = f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}"
     commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
     (logdir / "config.json").write_text(json.dumps(config, indent=1))
-    stepping = type(vec_env.unwrapped).__name__
-    print(f"{args.num_updates} updates of {args.num_envs} environments ({stepping}) x {args.num_steps} steps, "
-          f"{args.update_epochs} epochs x {args.num_minibatches} minibatches: {logdir}")  # fmt: skip
+    print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
+          f"epochs x {args.num_minibatches} minibatches, {type(vec_env.unwrapped).__name__}: {logdir}")  # fmt: skip
     if args.compile:
         print("The first update compiles the gradient steps, which takes 10 to 30 s.", flush=True)
     if args.track is not None:
@@ -417,17 +409,11 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             obs = torch.as_tensor(next_obs, device=args.device)
             with torch.no_grad():
                 actions = agent.policy(obs).sample()
-            try:
-                next_obs, rewards, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
-            except WorkerError as error:
-                error.add_note(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
-                raise
+            next_obs, rewards, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
             if args.time_scaled_reward:
                 rewards = rewards / infos["episode_length"]
             rows.append((obs, actions, *map(torch.as_tensor, (rewards, terminated, truncated, infos["raw_reward"]))))
-            for n in np.flatnonzero(terminated | truncated):
-                total, length = infos["episode_return"][n], infos["episode_length"][n]
-                ended.append((total, length, total / length))
+            ended += infos["ended"]
             cuts += [(t, n, infos["final_obs"][n]) for n in np.flatnonzero(truncated & ~terminated).tolist()]
         # --- bootstrap ------------------------------------------------------------------------------------------------
         obs, actions, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # (num_steps, num_envs, ...)
@@ -445,8 +431,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             share = args.average_reward_rate if run.rollouts > 0 else 1.0
             run.average_reward += share * (rewards.mean().item() - run.average_reward)
             rewards, gamma = rewards - run.average_reward, 1.0
-            # A fall does not end the task, which goes on from the reset: only here are next_values those of a reset
-            # state. An episode that falls in the very step of its time limit counts as fallen.
+            # A fall does not end the task, which goes on from the reset: only here are next_values those of that state.
             terminated, truncated = torch.zeros_like(terminated), truncated * (1 - terminated)
         advantages, returns = compute_gae(rewards, values, next_values, terminated, truncated, gamma, args.gae_lambda)
         if args.norm_adv in ("batch", "per_env"):
@@ -535,7 +520,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.env_id)
         print(f"best of all runs of {args.env_id}: {score:.2f}, {best_run}")
     if stopping:
-        print(f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}")
+        print(WorkerError.advice)
     return {"logdir": str(logdir), **vars(run)}
 
 
@@ -645,9 +630,9 @@ def main(argv: list[str]) -> int:
         signal.signal(signal.SIGINT, receive)
         signal.signal(signal.SIGTERM, receive)
         train(parse_args(argv[1:] if argv[:1] == ["train"] else argv), signals)
-    except (UsageError, ImportError, OSError, FloatingPointError, WorkerError) as error:
-        print("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
-        return 2 if isinstance(error, UsageError | ImportError) else 1
+    except (UsageError, gym.error.Error, ImportError, OSError, FloatingPointError, WorkerError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, UsageError | gym.error.Error | ImportError) else 1
     return 128 + signals[0] if signals else 0
 
 

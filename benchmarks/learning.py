@@ -87,9 +87,9 @@ MUJOCO = {  # task: preset, best published return at 1 M steps known to us, SB3'
     "Humanoid-v5": ("humanoid", "2,130 (NJUWCY, best five points)"),
     "HumanoidStandup-v5": ("ant --gae-lambda 0.95 --learning-rate 3e-4", ""),
     "Swimmer-v5": ("swimmer", "282 (SB3 Zoo)"),
-    "Reacher-v5": ("reacher", "-4.1 (Tianshou)"),
-    "Pusher-v5": ("pusher", ""),
-    "InvertedPendulum-v5": ("pusher", "1,000 (Tianshou)"),
+    "Reacher-v5": ("walker --gamma 0.9", "-4.1 (Tianshou)"),
+    "Pusher-v5": ("walker --norm-adv minibatch", ""),
+    "InvertedPendulum-v5": ("walker --norm-adv minibatch", "1,000 (Tianshou)"),
     "InvertedDoublePendulum-v5": ("hopper", "9,231 (Tianshou)"),
 }
 CELLS = tuple(f"{red}_{horizon}" for horizon in (30, 50, 100) for red in ("b_line", "meander", "sleep"))

@@ -13,7 +13,8 @@ from envs.state import NoState
 
 class EpisodeStatistics(VectorWrapper):
     """Adds to the infos of every step, each (num_envs,): `raw_reward`, the reward before any wrapper around this one
-    changes it, and `episode_return` and `episode_length` of the episodes under way, those that just ended included.
+    changes it, and `episode_return` and `episode_length` of the episodes under way, those that just ended included; and
+    `ended`, of which there are as many as have just ended: (return, length, return / length).
 
     Put it next to the environments. An observation or a reward that is not finite raises FloatingPointError before
     anything can learn from it. `set_state` returns whether the environments go on where they were saved: it is False
@@ -42,6 +43,8 @@ class EpisodeStatistics(VectorWrapper):
         self.lengths += 1
         infos |= {"raw_reward": rewards, "episode_return": self.returns, "episode_length": self.lengths}
         running = ~(terminations | truncations)
+        ended = np.flatnonzero(~running)
+        infos["ended"] = [(self.returns[n], self.lengths[n], self.returns[n] / self.lengths[n]) for n in ended]
         self.returns, self.lengths = self.returns * running, self.lengths * running
         return obs, rewards, terminations, truncations, infos
 

@@ -308,7 +308,7 @@ class SubprocVecEnv(VectorEnv):
                 return self._pool.collect(name, self._pool.workers, timeout)
             except WorkerError as error:
                 lost = self._lost_but_replaceable(error, name)
-                logger.warn("%s\nA new worker takes its place.", error)
+                logger.warn("%s\nA new worker takes its place.", error.args[0])
             except TimeoutError:  # only the patience of this call has ended
                 self._pending = name
                 raise
@@ -323,7 +323,7 @@ class SubprocVecEnv(VectorEnv):
         if self.on_worker_failure != "restart" or worker is None or not begins_all:
             raise error
         if worker.failures > MAX_RESTARTS:
-            raise WorkerError(f"Gave up after {MAX_RESTARTS} restarts without a finished step. {error}") from error
+            raise WorkerError(f"Gave up after {MAX_RESTARTS} restarts in one step. {error.args[0]}") from error
         return worker
 
     def _replace(self, worker: Worker, name: str) -> None:
