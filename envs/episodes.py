@@ -60,7 +60,7 @@ class EpisodeStatistics(VectorWrapper):
         try:
             state = self.env.get_state()  # type: ignore[attr-defined]
         except NoState as error:
-            warnings.warn(f"A resumed run will begin new episodes: {error}", stacklevel=2)
+            warnings.warn(f"A resumed run will begin new episodes: {error.args[0]}", stacklevel=2)
             state = None
         return {"returns": self.returns.copy(), "lengths": self.lengths.copy(), "env": state}
 

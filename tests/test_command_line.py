@@ -172,7 +172,7 @@ OWN = {
         "--num-envs 1 --num-steps 64 --num-minibatches 64": "one transition in each",
         "--env-id HalfCheeta-v5": "HalfCheetah",
         "--env-id Ant-v3": "gymnasium-robotics",
-        "--env-id xyz": "`xyz` doesn.t exist",
+        "--env-id xyz": "`xyz` doesn't exist",
         "--env-id nowhere:Env-v0": "nowhere",
         "--env-id CartPole-v1": "docs/copying.md",
         "--env-id WholeNumbers-v0": "WholeNumbers-v0 has",

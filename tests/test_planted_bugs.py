@@ -28,15 +28,24 @@ class Bug(NamedTuple):
 # The beginning of file::test, and what occurs in its parameters -> name of a bug that it catches -> old text, new text
 CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
     "test_ppo_math::test_gae_of_three_steps_worked_by_hand[a termination]": {
-        "a termination is bootstrapped": ("next_values * (1 - terminated) - values", "next_values - values"),
+        "a termination is bootstrapped": (
+            "next_values * terminations.logical_not() - values",
+            "next_values - values",
+        ),
         "the recursion runs across episodes": (
-            "decay = gamma * gae_lambda * (1 - ended)",
-            "decay = gamma * gae_lambda + 0 * ended",
+            "decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not()",
+            "decay = gamma * gae_lambda * torch.ones_like(values)",
         ),
     },
     "test_ppo_math::test_gae_of_three_steps_worked_by_hand[a truncation]": {
-        "a time limit is not bootstrapped": ("(1 - terminated) - values", "(1 - ended) - values"),
-        "the recursion runs across time limits": ("gae_lambda * (1 - ended)", "gae_lambda * (1 - terminated)"),
+        "a time limit is not bootstrapped": (
+            "terminations.logical_not() - values",
+            "terminations.logical_or(truncations).logical_not() - values",
+        ),
+        "the recursion runs across time limits": (
+            "gae_lambda * terminations.logical_or(truncations).logical_not()",
+            "gae_lambda * terminations.logical_not()",
+        ),
     },
     "test_ppo_math::test_gae_of_three_steps_worked_by_hand[no end]": {
         "lambda is forgotten": ("decay = gamma * gae_lambda", "decay = gamma"),
