@@ -427,8 +427,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         vars(run).update(checkpoint["run"])
         adam = {name: x.to(args.device) for name, x in checkpoint["adam"].items()}
         state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
+        torch.set_rng_state(checkpoint["generator"])
         if vec_env.set_state(state):  # environments that cannot be saved begin anew
-            torch.set_rng_state(checkpoint["generator"])
             next_obs = checkpoint["obs"]
         for name, value in checkpoint["args"].items():
             if name not in ("resume", "logdir") and getattr(args, name) != value:
@@ -584,7 +584,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     writer.close()
     log.close()
     print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.score:.2f}: {logdir}")
-    with contextlib.suppress(ValueError, KeyError, TypeError):  # a damaged best.json costs no more than this line
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a bad best.json costs only this line
         runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
         best_score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.game)
         print(f"best of all runs of {args.game}: {best_score:.2f}, {best_run}")
