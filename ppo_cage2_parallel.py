@@ -444,7 +444,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
     require(args.resume or not (logdir / "latest.pt").exists(), f"{logdir} holds a run: --resume it or choose another.")
     log.truncate(run.csv_size)
-    WorkerError.advice = f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}"
+    vec_env.unwrapped.advice = f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}"
     commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
@@ -589,7 +589,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         best_score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.game)
         print(f"best of all runs of {args.game}: {best_score:.2f}, {best_run}")
     if stopping:
-        print(WorkerError.advice)
+        print(vec_env.unwrapped.advice)
     return {"logdir": str(logdir), **vars(run)}
 
 
@@ -789,7 +789,7 @@ def main(argv: list[str]) -> int:
         else:
             train(parse_args(argv[1:] if argv[:1] == ["train"] else argv), signals)
     except (UsageError, gym.error.Error, ImportError, OSError, FloatingPointError, WorkerError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print("\n".join([f"error: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return 2 if isinstance(error, UsageError | gym.error.Error | ImportError) else 1
     return 128 + signals[0] if signals else 0
 

@@ -64,7 +64,8 @@ def main(task: str) -> None:
     env_fn: Callable[[], gym.Env] = ImageEnv if task == "images 64x64x3" else partial(gym.make, task)
     envs = SubprocVecEnv([env_fn] * 16, context="fork")
     envs.reset(seed=0)
-    print(statistics.median(step_for(1.0, envs.step, planned(envs)) for _ in range(8)))
+    actions = planned(envs)
+    print(statistics.median(step_for(1.0, envs.step, actions) for _ in range(8)))
     envs.close()
 
 

@@ -37,14 +37,13 @@ SIGNALS = {-number: number.name for number in signal.Signals}  # by the exit cod
 class WorkerError(RuntimeError):
     """A worker died or hung, or an environment in it raised; then it is of that exception's type as well."""
 
-    advice = ""  # what the program that is running tells its user to do next
     worker: Worker | None = None  # that is gone
 
     def __init__(self, message: str) -> None:
         self.args = (message,)  # without the mixed-in class's __init__, which may want other arguments
 
     def __str__(self) -> str:
-        return f"{self.args[0]}\n{self.advice}".strip()  # with KeyError mixed in it would be the repr, on one line
+        return str(self.args[0])  # with KeyError mixed in it would be the repr, on one line
 
     @classmethod
     def of_kind(cls, kind: Any, message: str) -> WorkerError:

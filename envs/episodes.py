@@ -42,10 +42,11 @@ class EpisodeStatistics(VectorWrapper):
         self.returns += rewards
         self.lengths += 1
         infos |= {"raw_reward": rewards, "episode_return": self.returns, "episode_length": self.lengths}
-        running = ~(terminations | truncations)
-        ended = np.flatnonzero(~running)
-        infos["ended"] = [(self.returns[n], self.lengths[n], self.returns[n] / self.lengths[n]) for n in ended]
-        self.returns, self.lengths = self.returns * running, self.lengths * running
+        ended = terminations | truncations
+        infos["ended"] = [
+            (self.returns[n], self.lengths[n], self.returns[n] / self.lengths[n]) for n in np.flatnonzero(ended)
+        ]
+        self.returns, self.lengths = self.returns * ~ended, self.lengths * ~ended
         return obs, rewards, terminations, truncations, infos
 
     def _check(self, name: str, numbers: np.ndarray, first: int = 0) -> None:
@@ -60,7 +61,7 @@ class EpisodeStatistics(VectorWrapper):
         try:
             state = self.env.get_state()  # type: ignore[attr-defined]
         except NoState as error:
-            warnings.warn(f"A resumed run will begin new episodes: {error.args[0]}", stacklevel=2)
+            warnings.warn(f"A resumed run will begin new episodes: {error}", stacklevel=2)
             state = None
         return {"returns": self.returns.copy(), "lengths": self.lengths.copy(), "env": state}
 

@@ -93,6 +93,7 @@ class SubprocVecEnv(VectorEnv):
         self.copy = copy
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.on_worker_failure = on_worker_failure
+        self.advice = ""  # what the program tells its user to do after a WorkerError, as a note on it
         self._pending: str | None = None  # the call that the workers are busy with: "reset", "step", ...
         self._pool = WorkerPool(self, env_fns, context, step_timeout)
         try:
@@ -308,7 +309,7 @@ class SubprocVecEnv(VectorEnv):
                 return self._pool.collect(name, self._pool.workers, timeout)
             except WorkerError as error:
                 lost = self._lost_but_replaceable(error, name)
-                logger.warn("%s\nA new worker takes its place.", error.args[0])
+                logger.warn("%s\nA new worker takes its place.", error)
             except TimeoutError:  # only the patience of this call has ended
                 self._pending = name
                 raise
@@ -320,11 +321,13 @@ class SubprocVecEnv(VectorEnv):
         worker = error.worker
         # A reset with a mask would leave the other environments of a new worker without an episode.
         begins_all = name == "step" or (name == "reset" and len(self._resets) == self.num_envs)
-        if self.on_worker_failure != "restart" or worker is None or not begins_all:
-            raise error
-        if worker.failures > MAX_RESTARTS:
-            raise WorkerError(f"Gave up after {MAX_RESTARTS} restarts in one step. {error.args[0]}") from error
-        return worker
+        if self.on_worker_failure == "restart" and worker is not None and begins_all:
+            if worker.failures <= MAX_RESTARTS:
+                return worker
+            error = WorkerError(f"Gave up after {MAX_RESTARTS} restarts without a finished step. {error}")
+        if self.advice:
+            error.add_note(self.advice)
+        raise error
 
     def _replace(self, worker: Worker, name: str) -> None:
         """Put a new worker in the place of one that was lost during a reset or a step, and let it finish that."""

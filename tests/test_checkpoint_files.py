@@ -210,7 +210,7 @@ def test_a_run_is_neither_overwritten_nor_hurt_by_a_refused_resume(script: Modul
     run = tiny_runner(script, tmp_path)
     logdir = Path(run()["logdir"])
     before = {path.name: path.read_bytes() for path in logdir.iterdir()}
-    with pytest.raises(script.UsageError, match="holds a run: --resume it"):
+    with pytest.raises(script.UsageError, match="holds a run: --resume it or choose another"):
         run(logdir=logdir)
     steps = 4 * tiny_args(script, tmp_path).batch_size
     other = {"feature_dim": 8} if hasattr(script.Args, "feature_dim") else {"hidden_sizes": (16,)}

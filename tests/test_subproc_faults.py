@@ -595,7 +595,7 @@ def test_a_worker_lost_in_reset_is_replaced_and_reset_again_but_for_a_mask(maske
     close_in_time(envs)
 
 
-GAVE_UP = "Gave up after 3 restarts in one step"
+GAVE_UP = "Gave up after 3 restarts without a finished step"
 
 
 @pytest.mark.parametrize(

@@ -45,8 +45,7 @@ KINDS = ("Analyse", "Remove", "Restore", "Scan", "Exploit")
 TRACES = slice(0, len(KINDS) * NUM_HOSTS)
 FIRST_ACTIVITY = 3 * NUM_HOSTS  # traces of Scan and Exploit, then whether a host was ever scanned and exploited
 FIRST_DECOY = FIRST_ACTIVITY + 4 * NUM_HOSTS
-DECOYS_UP = slice(FIRST_DECOY, FIRST_DECOY + len(DECOY_SLOTS))
-CLOCKS = slice(DECOYS_UP.stop, DECOYS_UP.stop + 2)
+CLOCKS = slice(FIRST_DECOY + len(DECOY_SLOTS), FIRST_DECOY + len(DECOY_SLOTS) + 2)
 MEMORY_SIZE = CLOCKS.stop
 
 # A trace m moves by m <- m FADE[action], then up to SET[action] where that is more: what an action leaves behind is a
@@ -60,9 +59,9 @@ for action, (verb, host) in enumerate(VERB_AND_HOST):
         SET[action, KINDS.index(verb) * NUM_HOSTS + host] = 1
     for slot, (slot_host, d) in enumerate(DECOY_SLOTS):
         if host == slot_host and verb == "Restore":
-            FADE[action, DECOYS_UP.start + slot] = 0
+            FADE[action, FIRST_DECOY + slot] = 0
         if host == slot_host and verb == f"Decoy{DECOYS[d].name}":
-            SET[action, DECOYS_UP.start + slot] = 1
+            SET[action, FIRST_DECOY + slot] = 1
 START = np.zeros(MEMORY_SIZE, np.float32)
 START[CLOCKS] = 1
 
@@ -90,11 +89,11 @@ def expand(actions, now, plain, hosts):
 
 
 @njit
-def remember(now, actions, seen, fade, set_to):
+def remember(now, actions, seen):
     """Move the memories `now` (num_envs, MEMORY_SIZE) by a step: `actions` (num_envs,), then `seen` (num_envs, 52)."""
     for n, action in enumerate(actions):
         for i in range(now.shape[1]):
-            now[n, i] = max(now[n, i] * fade[action, i], set_to[action, i])
+            now[n, i] = max(now[n, i] * FADE[action, i], SET[action, i])
         for host in range(NUM_HOSTS):
             exploited = seen[n, 4 * host + 1]
             scanned = seen[n, 4 * host] - exploited  # bits 10, 11
@@ -162,7 +161,7 @@ class Memory(VectorWrapper):
         if ended.size:
             seen = obs.copy()
             seen[ended] = np.stack(infos["final_obs"][ended])
-        remember(self.now, actions, seen, FADE, SET)
+        remember(self.now, actions, seen)
         self.steps += 1
         if ended.size:
             final = self.inputs(seen)
