@@ -39,20 +39,18 @@ class EpisodeStatistics(VectorWrapper):
         self._check("reward", rewards)
         for n in np.flatnonzero(truncations & ~terminations) if "final_obs" in infos else ():
             self._check("final observation", infos["final_obs"][n][None], int(n))
-        self.returns += rewards
-        self.lengths += 1
+        self.returns, self.lengths = self.returns + rewards, self.lengths + 1  # new ones: the infos keep them
         infos |= {"raw_reward": rewards, "episode_return": self.returns, "episode_length": self.lengths}
-        ended = terminations | truncations
-        infos["ended"] = [
-            (self.returns[n], self.lengths[n], self.returns[n] / self.lengths[n]) for n in np.flatnonzero(ended)
-        ]
-        self.returns, self.lengths = self.returns * ~ended, self.lengths * ~ended
+        ended = np.flatnonzero(terminations | truncations)
+        infos["ended"] = [(self.returns[n], self.lengths[n], self.returns[n] / self.lengths[n]) for n in ended]
+        if ended.size:
+            self.returns, self.lengths = self.returns.copy(), self.lengths.copy()
+            self.returns[ended], self.lengths[ended] = 0.0, 0
         return obs, rewards, terminations, truncations, infos
 
     def _check(self, name: str, numbers: np.ndarray, first: int = 0) -> None:
         """Raise FloatingPointError if a number of environments `first`, `first` + 1, ... is not finite."""
-        # The sum is quick, but may overflow where no number does.
-        if numbers.dtype.kind == "f" and not np.isfinite(np.add.reduce(numbers, None)):
+        if numbers.dtype.kind == "f" and not np.isfinite(numbers).all():
             for i in np.flatnonzero(~np.isfinite(numbers).reshape(len(numbers), -1).all(1)):
                 n, step = first + i, self.lengths[first + i] + 1
                 raise FloatingPointError(f"The {name} of environment {n} is not finite in step {step} of its episode.")
