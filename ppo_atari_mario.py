@@ -426,7 +426,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     require(args.resume or not (logdir / "latest.pt").exists(), f"{logdir} holds a run: --resume it or choose another.")
     log.truncate(run.csv_size)
     vec_env.unwrapped.advice = f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}"
-    commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD")
+    commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null")
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
     (logdir / "config.json").write_text(json.dumps(config, indent=1))

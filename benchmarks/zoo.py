@@ -53,8 +53,8 @@ def write_page() -> None:
         "# Trained checkpoints", "",
         "Each plays at once: `python SCRIPT play --checkpoint zoo/NAME.pt --save-gif`. The score: mean return,",
         "and standard deviation, of 100 deterministic episodes (`--episodes 100`); CAGE 2's is the sum of those of 100",
-        "steps against its three red agents. `python -m benchmarks.zoo RUN ...` adds the best checkpoints of runs and",
-        "makes this page.", "",
+        "steps against its three red agents. Mario's play on the emulator that `make fceumm` installs.", "",
+        "`python -m benchmarks.zoo RUN ...` adds the best checkpoints of runs and makes this page.", "",
         "| checkpoint | script | score | trained: steps, seed, commit |", "| --- | --- | --- | --- |",
     ]  # fmt: skip
     for path in sorted(ZOO.glob("*.json")):

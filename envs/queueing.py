@@ -27,7 +27,7 @@ class QueueEnv(gymnasium.Env):
     after the step, in jobs. With `setup`, a step that turns the server to another queue serves no job.
 
     Raises ValueError if a probability lies outside [0, 1], if the load is 1 or more (queues then grow under any
-    policy), and for a render mode or an action that does not exist.
+    policy), and for an action that does not exist; gymnasium.error.UnsupportedMode for such a render mode.
     """
 
     metadata: dict[str, Any] = {"render_modes": ["ansi"], "render_fps": 4}
@@ -55,7 +55,7 @@ class QueueEnv(gymnasium.Env):
         choice = spaces.Box(-1.0, 1.0, (n - 1,), np.float32) if continuous else spaces.Discrete(n)
         self.action_space: spaces.Space = choice
         if render_mode not in (None, *self.metadata["render_modes"]):
-            raise ValueError(f"render_mode={render_mode!r}: choose 'ansi' or None.")
+            raise gymnasium.error.UnsupportedMode(f"render_mode={render_mode!r}: choose 'ansi' or None.")
         self.setup, self.continuous, self.render_mode = setup, continuous, render_mode
         self.backlog, self.place = np.zeros(n, dtype=np.int64), 0
 

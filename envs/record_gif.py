@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import PIL.Image
 from gymnasium.vector import VectorEnv, VectorWrapper
 
@@ -22,6 +23,8 @@ class RecordGif(VectorWrapper):
         self, env: VectorEnv, folder: Path | str, fps: int = 20, max_frames: int = 300, prefix: str = ""
     ) -> None:
         super().__init__(env)
+        if env.render_mode != "rgb_array":
+            raise gym.error.Error(f"A film needs environments that draw (rgb_array), but these have {env.render_mode}.")
         self.folder, self.max_frames, self.prefix = Path(folder), max_frames, prefix
         render_fps = env.metadata.get("render_fps", fps)
         self.every = max(1, math.ceil(render_fps / fps))

@@ -293,6 +293,8 @@ def test_gifs_have_the_pictures_the_size_and_the_speed_that_were_asked_for(
             assert (gif.size, getattr(gif, "n_frames", 1)) == ((320, 213), pictures)
             assert (gif.info["duration"], gif.info["loop"]) == (duration, 0)
         assert len(list((tmp_path / "gifs").iterdir())) == 2
+    code, _, err = run_main(*argv, "--render")
+    assert (code, "A film needs environments that draw" in err) == (2, True), err
 
 
 def test_a_robot_can_be_filmed(continuous: ModuleType, run_tiny: Run, tmp_path: Path) -> None:
