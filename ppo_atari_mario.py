@@ -17,7 +17,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 import zipfile
@@ -118,6 +117,7 @@ class PPOArgs:
     shared_cnn: bool = True  # actor and critic share the convolutions and that layer
 
 
+TASK = ("env_id", "reward", "reset_steps")  # what evaluations depend on
 RANGES = {  # lowest and highest values; None passes
     "num_envs num_workers reset_steps eval_episodes num_steps num_minibatches update_epochs feature_dim": (1, 1e6),
     "seed total_timesteps eval_every save_every ent_coef vf_coef stuck_steps": (0, 2**32 - 1),
@@ -146,18 +146,18 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         self.batch_size = self.num_envs * self.num_steps
         self.num_updates = self.total_timesteps // self.batch_size
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
-        minibatches = self.num_minibatches
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
-        require(self.batch_size % minibatches == 0, f"--num-minibatches {minibatches} does not divide {batch}.")
-        require(self.batch_size > minibatches, f"--num-minibatches {minibatches} leaves one transition in each.")
+        require(self.batch_size % self.num_minibatches == 0, f"--num-minibatches must divide {batch}.")
+        require(self.batch_size > self.num_minibatches, f"--num-minibatches must be less than {batch}.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         require(self.device == "cpu" or torch.cuda.is_available(), f"--device {self.device} is not available here.")
         growth = self.minibatch_growth
-        require(minibatches % growth == 0, f"--minibatch-growth {growth} does not divide {minibatches} minibatches.")
+        require(self.num_minibatches % growth == 0, f"--minibatch-growth {growth} must divide --num-minibatches.")
         is_game = self.env_id.startswith(("Mario-", "ALE/")) and ":" not in self.env_id
         require(is_game, f"There is no {self.env_id}: try Mario-1-1, Mario-1-1,2-1, Mario-random or ALE/Breakout-v5.")
         if self.env_id.startswith("Mario-"):  # a policy belongs to the emulator that it has learnt on
             self.backend: Any = resolve_backend(self.backend)
+        self.task = " ".join(str(getattr(self, name)) for name in TASK)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -258,7 +258,7 @@ def normalize_advantages(advantages: Tensor, dim: int | None = None) -> Tensor:
 
 class Batch(NamedTuple):  # transitions to learn from; the first dimension of each tensor counts them
     obs: Tensor
-    actions: Tensor  # as they were sampled, before clipping to the action space
+    actions: Tensor
     log_probs: Tensor  # log pi_old(a|s)
     values: Tensor  # V_old(s)
     advantages: Tensor
@@ -303,7 +303,7 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
 def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches: Batch) -> Any:
     """A step of Adam (Kingma and Ba 2015) on each of n minibatches, tensors (n, minibatch size, ...), in turn; returns
     metrics, a dict of tensors (n,). `weights` are the agent's, in one vector; `adam` holds such vectors of the running
-    means of the gradient and its square, and of learning rates, and the number of steps."""
+    means of the gradient and its square, the learning rate, one or one a weight, and the number of steps."""
     steps = []
     for minibatch in zip(*minibatches, strict=True):
         loss, metrics = ppo_loss(agent, args, Batch(*minibatch))
@@ -367,7 +367,8 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
         obs, _, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
         returns[running], lengths[running] = infos["episode_return"][running], infos["episode_length"][running]
         for n in np.flatnonzero(running & (terminated | truncated)):
-            last_infos[n] = {name: x[n] for name, x in infos.get("final_info", {}).items()}
+            final_info = infos.get("final_info", {})
+            last_infos[n] = {name: x[n] for name, x in final_info.items() if isinstance(x, np.ndarray)}
             last_infos[n]["flag_get"] = bool(terminated[n] and last_infos[n].get("flag_get"))
         running &= ~(terminated | truncated)
     return returns, lengths, last_infos
@@ -378,6 +379,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
     Raises FloatingPointError for a number that is not finite, WorkerError where an environment fails. A signal in
     `signals`, which `main` fills, ends the run after its update."""
+    args = replace(args)  # checked once more, for its fields may have been set since
     with contextlib.suppress(AttributeError):  # glibc is to keep what is freed: it costs a fifth of an update otherwise
         ctypes.CDLL(None).mallopt(-4, 0), ctypes.CDLL(None).mallopt(-1, 2**30)  # M_MMAP_MAX, M_TRIM_THRESHOLD
     torch.set_num_threads(1)
@@ -388,6 +390,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     checkpoint = load(Path(start)) if start else {}
     if checkpoint:
         load_policy(checkpoint, agent)
+        require(checkpoint["args"]["shared_cnn"] == args.shared_cnn, f"{start} needs another value of --shared-cnn.")
     weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # one long step costs half of many short ones
     nn.utils.vector_to_parameters(weights, agent.parameters())  # which become views of that one vector
     adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": torch.zeros(())}
@@ -405,15 +408,16 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     torch.manual_seed(args.seed)  # so that actions do not depend on how many weights were drawn
     next_obs, _ = vec_env.reset(seed=args.seed)
     if args.resume:
+        for name, value in checkpoint["args"].items():
+            if name not in ("resume", "logdir") and getattr(args, name) != value:
+                require(name not in ("backend", "seed", *TASK), f"A resumed run keeps its {name}.")
+                print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
         vars(run).update(checkpoint["run"])
         adam = {name: x.to(args.device) for name, x in checkpoint["adam"].items()}
         state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
         torch.set_rng_state(checkpoint["generator"])
         if vec_env.set_state(state):  # environments that cannot be saved begin anew
             next_obs = checkpoint["obs"]
-        for name, value in checkpoint["args"].items():
-            if name not in ("resume", "logdir") and getattr(args, name) != value:
-                print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
     # --- run folder: new, or with its logs taken back to the checkpoint -----------------------------------------------
     task = args.env_id.replace("/", "_").replace(":", "_")
     logdir = Path(args.logdir or f"runs/{task}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
@@ -423,10 +427,10 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
-    require(args.resume or not (logdir / "latest.pt").exists(), f"{logdir} holds a run: --resume it or choose another.")
+    require(args.resume or not any(logdir.glob("*.pt")), f"{logdir} holds a run: --resume it or choose another.")
     log.truncate(run.csv_size)
     vec_env.unwrapped.advice = f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}"
-    commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null")
+    commit = os.popen(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null").read().strip()
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
     (logdir / "config.json").write_text(json.dumps(config, indent=1))
@@ -439,7 +443,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
 
         wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
     writer = SummaryWriter(str(logdir), purge_step=run.global_step + 1)
-    all_steps, stopping = args.num_updates * args.batch_size, False
+    all_steps, first, stopping = args.num_updates * args.batch_size, run.global_step + args.batch_size, False
     while run.global_step < all_steps and not stopping:
         started = time.perf_counter()
         progress = run.global_step / all_steps
@@ -543,7 +547,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             print("global_step", *record, sep=",", file=log)
         print(run.global_step, *record.values(), sep=",", file=log, flush=True)
         run.csv_size = log.tell()
-        minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
+        minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60 if run.global_step > first else np.nan
         line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
         line += f"flag {run.training_success:.0%}, evaluation {run.mean_return:.2f}, {minutes:.1f} min left"
         is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
@@ -558,7 +562,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             if run.mean_return > run.best_return:
                 run.best_return = run.mean_return  # in `state` too
                 save(logdir / "best.pt", state)
-                (logdir / "best.json").write_text(json.dumps({"problem": args.env_id, "score": run.best_return}))
+                (logdir / "best.json").write_text(json.dumps({"problem": args.task, "score": run.best_return}))
             save(logdir / "latest.pt", state)
 
     vec_env.close()
@@ -567,8 +571,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a bad best.json costs only this line
         runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
-        score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.env_id)
-        print(f"best of all runs of {args.env_id}: {score:.2f}, {best_run}")
+        score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.task)
+        print(f"best of all runs of {args.task}: {score:.2f}, {best_run}")
     if stopping:
         print(vec_env.unwrapped.advice)
     return {"logdir": str(logdir), **vars(run)}
@@ -593,7 +597,7 @@ def load(path: Path) -> dict[str, Any]:
         state["args"] = {name: x for name, x in state["args"].items() if name in Args.__dataclass_fields__}
         env_id = Args(**state["args"] | HERE).env_id
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
-        raise OSError(f"{path} is missing, damaged or no checkpoint of format {FORMAT} ({error!r:.80}).") from None
+        raise OSError(f"{path} is missing (evaluations write best.pt), damaged or no {FORMAT}: {error!r:.99}") from None
     trusted = ":" not in env_id or env_id in sys.argv or env_id.split(":")[0] in sys.modules
     require(trusted, f"{path} imports the module of {env_id}: if you trust it, add --env-id {env_id}.")
     return state
@@ -601,8 +605,8 @@ def load(path: Path) -> dict[str, Any]:
 
 def load_policy(checkpoint: dict[str, Any], agent: Agent) -> None:
     """Put the weights of a checkpoint into `agent`."""
-    shapes, others = ({name: x.shape for name, x in y.items()} for y in (agent.state_dict(), checkpoint["agent"]))
-    require(shapes == others, f"The checkpoint holds another network: {others}, here {shapes}.")
+    here, saved = ({(name, *x.shape) for name, x in y.items()} for y in (agent.state_dict(), checkpoint["agent"]))
+    require(here == saved, f"The checkpoint holds another network: {sorted(saved - here)}, here {sorted(here - saved)}")
     agent.load_state_dict(checkpoint["agent"])
 
 
@@ -673,8 +677,9 @@ def main(argv: list[str]) -> int:
     signals: list[int] = []
 
     def receive(number: int, frame: Any) -> None:
-        signals.append(number)  # the run ends after its update; a second signal ends it at once:
+        signals.append(number)
         signal.signal(number, signal.SIG_DFL)
+        print("\nStopping after this update; a second signal stops at once, without saving.", file=sys.stderr)
 
     try:
         if argv[:1] == ["play"]:

@@ -16,7 +16,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 import zipfile
@@ -117,6 +116,8 @@ class PPOArgs:
 
 
 RED_MIXTURE = {"b_line": 0.5, "meander": 0.45, "sleep": 0.05}  # of --red-agent mixed, for each episode
+# What evaluations depend on: only those of the same can be compared.
+TASK = ("env_id", "version", "wrapper", "red_agent", "green", "max_steps", "finite_horizon", "workflow")
 RANGES = {  # lowest and highest values; None passes
     "num_envs num_workers max_steps eval_episodes num_steps num_minibatches update_epochs hidden_sizes": (1, 1e6),
     "seed total_timesteps shared_timesteps eval_every save_every min_episodes": (0, 2**32 - 1),
@@ -146,10 +147,9 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         self.batch_size = self.num_envs * self.num_steps
         self.num_updates = self.total_timesteps // self.batch_size
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
-        minibatches = self.num_minibatches
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
-        require(self.batch_size % minibatches == 0, f"--num-minibatches {minibatches} does not divide {batch}.")
-        require(self.batch_size > minibatches, f"--num-minibatches {minibatches} leaves one transition in each.")
+        require(self.batch_size % self.num_minibatches == 0, f"--num-minibatches must divide {batch}.")
+        require(self.batch_size > self.num_minibatches, f"--num-minibatches must be less than {batch}.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         require(self.device == "cpu" or torch.cuda.is_available(), f"--device {self.device} is not available here.")
         self.red_agents: list[Any] = [name for name in RED_MIXTURE if self.red_agent in (name, "mixed")]
@@ -160,8 +160,7 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
                 parse_workflow(self.workflow)
             except ValueError as error:
                 raise UsageError(f"--workflow: {error}") from None
-        names = ("env_id", "version", "wrapper", "red_agent", "green", "max_steps", "finite_horizon", "workflow")
-        self.game = " ".join(str(getattr(self, name)) for name in names)  # whose evaluations can be compared
+        self.task = " ".join(str(getattr(self, name)) for name in TASK)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -315,7 +314,7 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
 def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches: Batch) -> Any:
     """A step of Adam (Kingma and Ba 2015) on each of n minibatches, tensors (n, minibatch size, ...), in turn; returns
     metrics, a dict of tensors (n,). `weights` are the agent's, in one vector; `adam` holds such vectors of the running
-    means of the gradient and its square, and of learning rates, and the number of steps."""
+    means of the gradient and its square, the learning rate, one or one a weight, and the number of steps."""
     steps = []
     for minibatch in zip(*minibatches, strict=True):
         loss, metrics = ppo_loss(agent, args, Batch(*minibatch))
@@ -399,6 +398,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
     Raises FloatingPointError for a number that is not finite, WorkerError where an environment fails. A signal in
     `signals`, which `main` fills, ends the run after its update."""
+    args = replace(args)  # checked once more, for its fields may have been set since
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     vec_env = make_envs(args, args.num_envs)
@@ -424,15 +424,17 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     torch.manual_seed(args.seed)  # so that actions do not depend on how many weights were drawn
     next_obs, _ = vec_env.reset(seed=args.seed)
     if args.resume:
+        for name, value in checkpoint["args"].items():
+            if name not in ("resume", "logdir") and getattr(args, name) != value:
+                require(name not in ("seed", *TASK), f"A resumed run keeps its {name}.")
+                print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
         vars(run).update(checkpoint["run"])
+        run.compliant &= args.compliance_threshold == checkpoint["args"]["compliance_threshold"]  # else it goes on
         adam = {name: x.to(args.device) for name, x in checkpoint["adam"].items()}
         state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
         torch.set_rng_state(checkpoint["generator"])
         if vec_env.set_state(state):  # environments that cannot be saved begin anew
             next_obs = checkpoint["obs"]
-        for name, value in checkpoint["args"].items():
-            if name not in ("resume", "logdir") and getattr(args, name) != value:
-                print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
     # --- run folder: new, or with its logs taken back to the checkpoint -----------------------------------------------
     task = args.env_id.replace("/", "_").replace(":", "_")
     logdir = Path(args.logdir or f"runs/{task}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
@@ -442,10 +444,10 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
-    require(args.resume or not (logdir / "latest.pt").exists(), f"{logdir} holds a run: --resume it or choose another.")
+    require(args.resume or not any(logdir.glob("*.pt")), f"{logdir} holds a run: --resume it or choose another.")
     log.truncate(run.csv_size)
     vec_env.unwrapped.advice = f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}"
-    commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null")
+    commit = os.popen(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null").read().strip()
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
     (logdir / "config.json").write_text(json.dumps(config, indent=1))
@@ -461,7 +463,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
 
     nothing = np.full((args.max_steps, 1), math.nan), math.nan, np.zeros((0, len(VERDICTS)))
     no_evaluation = summarize(dict.fromkeys(args.red_agents, nothing), args.finite_horizon, args.workflow is not None)
-    all_steps, stopping = args.num_updates * args.batch_size, False
+    all_steps, first, stopping = args.num_updates * args.batch_size, run.global_step + args.batch_size, False
     while run.global_step < all_steps and not stopping and not run.compliant:
         started = time.perf_counter()
         progress = run.global_step / all_steps
@@ -558,7 +560,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             print("global_step", *record, sep=",", file=log)
         print(run.global_step, *record.values(), sep=",", file=log, flush=True)
         run.csv_size = log.tell()
-        minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
+        minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60 if run.global_step > first else np.nan
         line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
         line += f"evaluation {run.score:.2f}, KL {metrics['approx_kl']:.4f}, {minutes:.1f} min left"
         is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
@@ -577,7 +579,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             if run.compliant or run.score > run.best_score:
                 run.best_score = run.score  # in `state` too
                 save(logdir / "best.pt", state)
-                (logdir / "best.json").write_text(json.dumps({"problem": args.game, "score": run.best_score}))
+                (logdir / "best.json").write_text(json.dumps({"problem": args.task, "score": run.best_score}))
             save(logdir / "latest.pt", state)
 
     vec_env.close()
@@ -586,8 +588,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.score:.2f}: {logdir}")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a bad best.json costs only this line
         runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
-        best_score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.game)
-        print(f"best of all runs of {args.game}: {best_score:.2f}, {best_run}")
+        best_score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.task)
+        print(f"best of all runs of this game: {best_score:.2f}, {best_run}")
     if stopping:
         print(vec_env.unwrapped.advice)
     return {"logdir": str(logdir), **vars(run)}
@@ -612,7 +614,7 @@ def load(path: Path) -> dict[str, Any]:
         state["args"] = {name: x for name, x in state["args"].items() if name in Args.__dataclass_fields__}
         env_id = Args(**state["args"] | HERE).env_id
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
-        raise OSError(f"{path} is missing, damaged or no checkpoint of format {FORMAT} ({error!r:.80}).") from None
+        raise OSError(f"{path} is missing (evaluations write best.pt), damaged or no {FORMAT}: {error!r:.99}") from None
     trusted = ":" not in env_id or env_id in sys.argv or env_id.split(":")[0] in sys.modules
     require(trusted, f"{path} imports the module of {env_id}: if you trust it, add --env-id {env_id}.")
     return state
@@ -620,8 +622,8 @@ def load(path: Path) -> dict[str, Any]:
 
 def load_policy(checkpoint: dict[str, Any], agent: Agent) -> None:
     """Put the weights of a checkpoint into `agent`."""
-    shapes, others = ({name: x.shape for name, x in y.items()} for y in (agent.state_dict(), checkpoint["agent"]))
-    require(shapes == others, f"The checkpoint holds another network: {others}, here {shapes}.")
+    here, saved = ({(name, *x.shape) for name, x in y.items()} for y in (agent.state_dict(), checkpoint["agent"]))
+    require(here == saved, f"The checkpoint holds another network: {sorted(saved - here)}, here {sorted(here - saved)}")
     agent.load_state_dict(checkpoint["agent"])
 
 
@@ -660,6 +662,9 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
     killed, be it in the middle of an order's training, goes on by the same command, and so does one with more orders.
     """
     check_ranges(options)
+    has_one_start = not (args.init_from and options.fresh_policy_per_order)
+    require(has_one_start, "--init-from and --fresh-policy-per-order are two ways to start: choose one.")
+    require(not args.resume, "A search goes on by the command that began it, without --resume.")
     folder = Path(args.logdir or f"runs/search__{args.red_agent}__{args.seed}")
     path = folder / "history.json"
     settings = json.loads(json.dumps(asdict(args) | asdict(options) | {"logdir": None, "n_workflows": None}))
@@ -689,7 +694,7 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
         order_args = run_args(name, workflow=",".join(ORDERS[order]), init_from=start)
         result = train(order_args, signals)
         if signals:
-            return history
+            break
         agent = load_agent(load(folder / name / "latest.pt"), order_args)
         judged = score(agent, order_args, options.judge_episodes, seed=1_000_000)
         record = {"workflow": order_args.workflow, "confirmed": result["compliant"], "steps": result["global_step"]}
@@ -697,6 +702,9 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
         path.with_suffix(".tmp").write_text(json.dumps({"settings": settings, "history": history}, indent=1))
         os.replace(path.with_suffix(".tmp"), path)
         print(ROW.format(**history[-1]))
+    if signals:
+        print("The same command goes on with the search.")
+        return history
     by_return = sorted(history, key=lambda x: -x["mean_return"])
     print("\nOrders by return", *(ROW.format(**x) for x in by_return), sep="\n")
     return history
@@ -719,6 +727,11 @@ class PlayArgs:
     gif_dir: str | None = None  # folder of the GIFs; default {logdir}/gifs
 
 
+def describe(fixes: np.ndarray) -> str:
+    """Compliance of episodes, from their fixes by verdict (num_episodes, 4), as a part of a line."""
+    return "".join(f", {name} {value:.3f}" for name, value in fix_metrics(fixes).items())
+
+
 def play(options: PlayArgs) -> dict[str, list[float]]:
     """Play the policy of a checkpoint against each red agent and print each episode's return and compliance; returns
     the returns by red agent. With --save-gif, film it."""
@@ -732,6 +745,7 @@ def play(options: PlayArgs) -> dict[str, list[float]]:
     render_mode = "human" if options.render else "rgb_array" if options.save_gif else None
     folder = options.gif_dir or path.parent / "gifs"
     returns: dict[str, list[float]] = {red_agent: [] for red_agent in args.red_agents}
+    all_fixes: dict[str, list[np.ndarray]] = {red_agent: [] for red_agent in args.red_agents}
     for red_agent in args.red_agents:
         vec_env = make_envs(replace(args, red_agent=red_agent), 1, render_mode)
         if options.save_gif:
@@ -739,12 +753,13 @@ def play(options: PlayArgs) -> dict[str, list[float]]:
         for i in range(options.episodes):
             rewards, (length,), fixes = evaluate(agent, vec_env, options.seed + i, not options.stochastic)
             returns[red_agent].append(float(rewards.sum()))
-            metrics = fix_metrics(fixes) if args.workflow else {}
-            compliance = "".join(f", {name} {value:.3f}" for name, value in metrics.items())
+            all_fixes[red_agent] += [fixes[0]]
+            compliance = describe(fixes) if args.workflow else ""
             print(f"{red_agent}, episode {i + 1}: return {rewards.sum():.2f}, {length} steps{compliance}", flush=True)
         vec_env.close()
     for red_agent, totals in returns.items():
-        print(f"{red_agent}: mean return {np.mean(totals):.2f}, standard deviation {np.std(totals):.2f}")
+        compliance = describe(np.array(all_fixes[red_agent])) if args.workflow else ""
+        print(f"{red_agent}: mean return {np.mean(totals):.2f}, standard deviation {np.std(totals):.2f}{compliance}")
     return returns
 
 
@@ -773,8 +788,9 @@ def main(argv: list[str]) -> int:
     signals: list[int] = []
 
     def receive(number: int, frame: Any) -> None:
-        signals.append(number)  # the run ends after its update; a second signal ends it at once:
+        signals.append(number)
         signal.signal(number, signal.SIG_DFL)
+        print("\nStopping after this update; a second signal stops at once, without saving.", file=sys.stderr)
 
     try:
         if argv[:1] == ["play"]:
@@ -785,7 +801,9 @@ def main(argv: list[str]) -> int:
         if argv[:1] == ["search"]:
             command: Any = {"prog": f"{SCRIPT}.py search", "description": search.__doc__, "return_unknown_args": True}
             options, flags = tyro.cli(SearchArgs, args=argv[1:], **command)
-            search(options, parse_args(flags if "--configs" in flags else ["--configs", "search", *flags]), signals)
+            presets = flags.index("--configs") + 1 if "--configs" in flags else 0
+            flags[presets:presets] = ["search"] if presets else ["--configs", "search"]
+            search(options, parse_args(flags), signals)
         else:
             train(parse_args(argv[1:] if argv[:1] == ["train"] else argv), signals)
     except (UsageError, gym.error.Error, ImportError, OSError, FloatingPointError, WorkerError) as error:

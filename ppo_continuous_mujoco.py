@@ -1,7 +1,6 @@
 """PPO for continuous actions: MuJoCo robots, and continuing tasks that never end.
 
     python ppo_continuous_mujoco.py --configs halfcheetah              # HalfCheetah-v5 learns to run
-    python ppo_continuous_mujoco.py --configs ant --seed 2             # Ant-v5 with its own preset
     python ppo_continuous_mujoco.py --resume --logdir runs/...         # continue a run, on a CPU bit for bit
     python ppo_continuous_mujoco.py play --logdir runs/... --save-gif  # film the best policy of a run
 
@@ -15,7 +14,6 @@ import json
 import math
 import os
 import signal
-import subprocess
 import sys
 import time
 import zipfile
@@ -127,10 +125,9 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         self.batch_size = self.num_envs * self.num_steps
         self.num_updates = self.total_timesteps // self.batch_size
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
-        minibatches = self.num_minibatches
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
-        require(self.batch_size % minibatches == 0, f"--num-minibatches {minibatches} does not divide {batch}.")
-        require(self.batch_size > minibatches, f"--num-minibatches {minibatches} leaves one transition in each.")
+        require(self.batch_size % self.num_minibatches == 0, f"--num-minibatches must divide {batch}.")
+        require(self.batch_size > self.num_minibatches, f"--num-minibatches must be less than {batch}.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         require(self.device == "cpu" or torch.cuda.is_available(), f"--device {self.device} is not available here.")
         require(self.gamma < 1 or self.average_reward_rate, "--gamma 1 needs an --average-reward-rate, such as 0.1.")
@@ -267,7 +264,7 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
 def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches: Batch) -> Any:
     """A step of Adam (Kingma and Ba 2015) on each of n minibatches, tensors (n, minibatch size, ...), in turn; returns
     metrics, a dict of tensors (n,). `weights` are the agent's, in one vector; `adam` holds such vectors of the running
-    means of the gradient and its square, and of learning rates, and the number of steps."""
+    means of the gradient and its square, the learning rate, one or one a weight, and the number of steps."""
     steps = []
     for minibatch in zip(*minibatches, strict=True):
         loss, metrics = ppo_loss(agent, args, Batch(*minibatch))
@@ -336,6 +333,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
     Raises FloatingPointError for a number that is not finite, WorkerError where an environment fails. A signal in
     `signals`, which `main` fills, ends the run after its update."""
+    args = replace(args)  # checked once more, for its fields may have been set since
     torch.set_num_threads(1)  # networks this small gain nothing from more
     torch.manual_seed(args.seed)
     vec_env = make_envs(args, args.num_envs)
@@ -361,15 +359,16 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     torch.manual_seed(args.seed)  # so that actions do not depend on how many weights were drawn
     next_obs, _ = vec_env.reset(seed=args.seed)
     if args.resume:
+        for name, value in checkpoint["args"].items():
+            if name not in ("resume", "logdir") and getattr(args, name) != value:
+                require(name not in ("env_id", "norm_reward", "seed"), f"A resumed run keeps its {name}.")
+                print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
         vars(run).update(checkpoint["run"])
         adam = {name: x.to(args.device) for name, x in checkpoint["adam"].items()}
         state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
         torch.set_rng_state(checkpoint["generator"])
         if vec_env.set_state(state):  # environments that cannot be saved begin anew
             next_obs = checkpoint["obs"]
-        for name, value in checkpoint["args"].items():
-            if name not in ("resume", "logdir") and getattr(args, name) != value:
-                print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
     # --- run folder: new, or with its logs taken back to the checkpoint -----------------------------------------------
     task = args.env_id.replace("/", "_").replace(":", "_")
     logdir = Path(args.logdir or f"runs/{task}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
@@ -379,10 +378,10 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
-    require(args.resume or not (logdir / "latest.pt").exists(), f"{logdir} holds a run: --resume it or choose another.")
+    require(args.resume or not any(logdir.glob("*.pt")), f"{logdir} holds a run: --resume it or choose another.")
     log.truncate(run.csv_size)
     vec_env.unwrapped.advice = f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}"
-    commit = subprocess.getoutput(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null")
+    commit = os.popen(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null").read().strip()
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
     (logdir / "config.json").write_text(json.dumps(config, indent=1))
@@ -395,7 +394,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
 
         wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
     writer = SummaryWriter(str(logdir), purge_step=run.global_step + 1)
-    all_steps, stopping = args.num_updates * args.batch_size, False
+    all_steps, first, stopping = args.num_updates * args.batch_size, run.global_step + args.batch_size, False
     while run.global_step < all_steps and not stopping:
         started = time.perf_counter()
         progress = run.global_step / all_steps
@@ -493,7 +492,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             print("global_step", *record, sep=",", file=log)
         print(run.global_step, *record.values(), sep=",", file=log, flush=True)
         run.csv_size = log.tell()
-        minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
+        minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60 if run.global_step > first else np.nan
         line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
         line += f"evaluation {run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}, {minutes:.1f} min left"
         is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
@@ -543,7 +542,7 @@ def load(path: Path) -> dict[str, Any]:
         state["args"] = {name: x for name, x in state["args"].items() if name in Args.__dataclass_fields__}
         env_id = Args(**state["args"] | HERE).env_id
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
-        raise OSError(f"{path} is missing, damaged or no checkpoint of format {FORMAT} ({error!r:.80}).") from None
+        raise OSError(f"{path} is missing (evaluations write best.pt), damaged or no {FORMAT}: {error!r:.99}") from None
     trusted = ":" not in env_id or env_id in sys.argv or env_id.split(":")[0] in sys.modules
     require(trusted, f"{path} imports the module of {env_id}: if you trust it, add --env-id {env_id}.")
     return state
@@ -551,8 +550,8 @@ def load(path: Path) -> dict[str, Any]:
 
 def load_policy(checkpoint: dict[str, Any], agent: Agent, statistics: RunningMeanStd) -> None:
     """Put the weights of a checkpoint into `agent`, and its statistics of observations into `statistics`."""
-    shapes, others = ({name: x.shape for name, x in y.items()} for y in (agent.state_dict(), checkpoint["agent"]))
-    require(shapes == others, f"The checkpoint holds another network: {others}, here {shapes}.")
+    here, saved = ({(name, *x.shape) for name, x in y.items()} for y in (agent.state_dict(), checkpoint["agent"]))
+    require(here == saved, f"The checkpoint holds another network: {sorted(saved - here)}, here {sorted(here - saved)}")
     agent.load_state_dict(checkpoint["agent"])
     statistics.set_state(tree_map(np.asarray, checkpoint["statistics"]))
 
@@ -620,8 +619,9 @@ def main(argv: list[str]) -> int:
     signals: list[int] = []
 
     def receive(number: int, frame: Any) -> None:
-        signals.append(number)  # the run ends after its update; a second signal ends it at once:
+        signals.append(number)
         signal.signal(number, signal.SIG_DFL)
+        print("\nStopping after this update; a second signal stops at once, without saving.", file=sys.stderr)
 
     try:
         if argv[:1] == ["play"]:

@@ -1,6 +1,6 @@
 """CAGE2 in pictures: what a policy does where and when, and what a search for a workflow has found.
 
-python -m benchmarks.cage2_pictures actions results/cage2_best.pt --red-agent b_line -o actions.png
+python -m benchmarks.cage2_pictures actions zoo/CAGE2-v0.pt --red-agent b_line -o actions.png
 python -m benchmarks.cage2_pictures search runs/search__meander__1 -o search.png
 """
 

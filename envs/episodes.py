@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 from gymnasium.vector import VectorEnv, VectorWrapper
 
@@ -18,7 +19,7 @@ class EpisodeStatistics(VectorWrapper):
 
     Put it next to the environments. An observation or a reward that is not finite raises FloatingPointError before
     anything can learn from it. `set_state` returns whether the environments go on where they were saved: it is False
-    for those that cannot be saved, about which `get_state` warns.
+    for those that cannot be saved, about which `get_state` warns. It raises gymnasium.error.Error for others' states.
     """
 
     def __init__(self, env: VectorEnv) -> None:
@@ -66,6 +67,9 @@ class EpisodeStatistics(VectorWrapper):
     def set_state(self, state: dict[str, Any]) -> bool:
         if state["env"] is None or len(state["lengths"]) != self.num_envs:
             return False
-        self.env.set_state(state["env"])  # type: ignore[attr-defined]
+        try:
+            self.env.set_state(state["env"])  # type: ignore[attr-defined]
+        except (LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise gym.error.Error(f"The saved environments are not these (flags, make_env): {error}") from error
         self.returns, self.lengths = np.array(state["returns"]), np.array(state["lengths"])
         return True

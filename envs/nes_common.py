@@ -15,7 +15,7 @@ SCREEN_HEIGHT, SCREEN_WIDTH, RAM_SIZE = 240, 256, 0x800
 GRAY = (0.7, 0.3, 0.0, 0.0)
 INSTALL = {
     "nes_py": "install it with `pip install nes-py gym-super-mario-bros` (on Python < 3.13 this needs g++)",
-    "fceumm": "install it with `pip install --no-deps stable-retro` (and `pip install gym-super-mario-bros`)",
+    "fceumm": "run `make fceumm` (`pip install --no-deps stable-retro` and gym-super-mario-bros)",
 }
 
 
