@@ -1,7 +1,7 @@
 """Put the best checkpoints of runs into zoo/, with a table of what they score in 100 episodes.
 
-python -m benchmarks.zoo RUN ...           # zoo/{task}.pt for each, and zoo/README.md anew
-python -m benchmarks.zoo --seeds RUN ...   # zoo/{task}_seed_{n}.pt: several of a task
+python -m benchmarks.zoo RUN ...              # zoo/{task}.pt for each, and zoo/README.md anew
+python -m benchmarks.zoo --suffix head RUN    # zoo/{task}_head.pt: another one of a task
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ZOO = ROOT / "zoo"
 NEEDED = ("format", "args", "agent", "statistics")  # by play
 
 
-def add(run: Path, with_seed: bool) -> None:
+def add(run: Path, suffix: str) -> None:
     """Copy what `play` needs of a run's best.pt, and what is known of the run, to zoo/."""
     checkpoint = torch.load(run / "best.pt", weights_only=True)
     config = json.loads((run / "config.json").read_text())
@@ -31,7 +31,7 @@ def add(run: Path, with_seed: bool) -> None:
     small["agent"] = {name: x.clone() for name, x in small["agent"].items()}  # not the vector they are views of
     small["args"] |= {"logdir": None}
     ZOO.mkdir(exist_ok=True)
-    name = checkpoint["args"]["env_id"].replace("/", "_") + f"_seed_{config['args']['seed']}" * with_seed
+    name = checkpoint["args"]["env_id"].replace("/", "_") + f"_{suffix}" * bool(suffix)
     torch.save(small, ZOO / f"{name}.pt")
     script, steps = checkpoint["format"].partition("/")[0], checkpoint["run"]["global_step"]
     row = {"script": script, "seed": config["args"]["seed"], "step": steps, "commit": config["commit"][:7]}
@@ -68,10 +68,10 @@ def write_page() -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN")
-    parser.add_argument("--seeds", action="store_true", help="the seed becomes a part of the name")
+    parser.add_argument("--suffix", default="", help="of the name")
     options = parser.parse_args()
     for run in options.runs:
-        add(run, options.seeds)
+        add(run, options.suffix)
     write_page()
 
 
