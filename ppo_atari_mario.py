@@ -117,7 +117,7 @@ class PPOArgs:
     shared_cnn: bool = True  # actor and critic share the convolutions and that layer
 
 
-TASK = ("env_id", "reward", "reset_steps")  # what evaluations depend on
+GAME = ("env_id", "reward", "reset_steps")  # what evaluations depend on
 RANGES = {  # lowest and highest values; None passes
     "num_envs num_workers reset_steps eval_episodes num_steps num_minibatches update_epochs feature_dim": (1, 1e6),
     "seed total_timesteps eval_every save_every ent_coef vf_coef stuck_steps": (0, 2**32 - 1),
@@ -146,18 +146,19 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         self.batch_size = self.num_envs * self.num_steps
         self.num_updates = self.total_timesteps // self.batch_size
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
+        minibatches = self.num_minibatches
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
-        require(self.batch_size % self.num_minibatches == 0, f"--num-minibatches must divide {batch}.")
-        require(self.batch_size > self.num_minibatches, f"--num-minibatches must be less than {batch}.")
+        require(self.batch_size % minibatches == 0, f"--num-minibatches {minibatches} does not divide {batch}.")
+        require(self.batch_size > minibatches, f"--num-minibatches {minibatches} leaves one transition in each.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         require(self.device == "cpu" or torch.cuda.is_available(), f"--device {self.device} is not available here.")
         growth = self.minibatch_growth
-        require(self.num_minibatches % growth == 0, f"--minibatch-growth {growth} must divide --num-minibatches.")
+        require(minibatches % growth == 0, f"--minibatch-growth {growth} does not divide {minibatches} minibatches.")
         is_game = self.env_id.startswith(("Mario-", "ALE/")) and ":" not in self.env_id
         require(is_game, f"There is no {self.env_id}: try Mario-1-1, Mario-1-1,2-1, Mario-random or ALE/Breakout-v5.")
         if self.env_id.startswith("Mario-"):  # a policy belongs to the emulator that it has learnt on
             self.backend: Any = resolve_backend(self.backend)
-        self.task = " ".join(str(getattr(self, name)) for name in TASK)
+        self.game = " ".join(str(getattr(self, name)) for name in GAME)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -410,7 +411,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     if args.resume:
         for name, value in checkpoint["args"].items():
             if name not in ("resume", "logdir") and getattr(args, name) != value:
-                require(name not in ("backend", "seed", *TASK), f"A resumed run keeps its {name}.")
+                require(name not in ("backend", "seed", *GAME), f"A resumed run keeps its {name}.")
                 print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
         vars(run).update(checkpoint["run"])
         adam = {name: x.to(args.device) for name, x in checkpoint["adam"].items()}
@@ -562,7 +563,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             if run.mean_return > run.best_return:
                 run.best_return = run.mean_return  # in `state` too
                 save(logdir / "best.pt", state)
-                (logdir / "best.json").write_text(json.dumps({"problem": args.task, "score": run.best_return}))
+                (logdir / "best.json").write_text(json.dumps({"problem": args.game, "score": run.best_return}))
             save(logdir / "latest.pt", state)
 
     vec_env.close()
@@ -571,8 +572,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a bad best.json costs only this line
         runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
-        score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.task)
-        print(f"best of all runs of {args.task}: {score:.2f}, {best_run}")
+        score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.game)
+        print(f"best of all runs of {args.game}: {score:.2f}, {best_run}")
     if stopping:
         print(vec_env.unwrapped.advice)
     return {"logdir": str(logdir), **vars(run)}

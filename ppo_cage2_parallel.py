@@ -117,7 +117,7 @@ class PPOArgs:
 
 RED_MIXTURE = {"b_line": 0.5, "meander": 0.45, "sleep": 0.05}  # of --red-agent mixed, for each episode
 # What evaluations depend on: only those of the same can be compared.
-TASK = ("env_id", "version", "wrapper", "red_agent", "green", "max_steps", "finite_horizon", "workflow")
+GAME = ("env_id", "version", "wrapper", "red_agent", "green", "max_steps", "finite_horizon", "workflow")
 RANGES = {  # lowest and highest values; None passes
     "num_envs num_workers max_steps eval_episodes num_steps num_minibatches update_epochs hidden_sizes": (1, 1e6),
     "seed total_timesteps shared_timesteps eval_every save_every min_episodes": (0, 2**32 - 1),
@@ -147,9 +147,10 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         self.batch_size = self.num_envs * self.num_steps
         self.num_updates = self.total_timesteps // self.batch_size
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
+        minibatches = self.num_minibatches
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
-        require(self.batch_size % self.num_minibatches == 0, f"--num-minibatches must divide {batch}.")
-        require(self.batch_size > self.num_minibatches, f"--num-minibatches must be less than {batch}.")
+        require(self.batch_size % minibatches == 0, f"--num-minibatches {minibatches} does not divide {batch}.")
+        require(self.batch_size > minibatches, f"--num-minibatches {minibatches} leaves one transition in each.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         require(self.device == "cpu" or torch.cuda.is_available(), f"--device {self.device} is not available here.")
         self.red_agents: list[Any] = [name for name in RED_MIXTURE if self.red_agent in (name, "mixed")]
@@ -160,7 +161,7 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
                 parse_workflow(self.workflow)
             except ValueError as error:
                 raise UsageError(f"--workflow: {error}") from None
-        self.task = " ".join(str(getattr(self, name)) for name in TASK)
+        self.game = " ".join(str(getattr(self, name)) for name in GAME)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -426,7 +427,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     if args.resume:
         for name, value in checkpoint["args"].items():
             if name not in ("resume", "logdir") and getattr(args, name) != value:
-                require(name not in ("seed", *TASK), f"A resumed run keeps its {name}.")
+                require(name not in ("seed", *GAME), f"A resumed run keeps its {name}.")
                 print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
         vars(run).update(checkpoint["run"])
         run.compliant &= args.compliance_threshold == checkpoint["args"]["compliance_threshold"]  # else it goes on
@@ -579,7 +580,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             if run.compliant or run.score > run.best_score:
                 run.best_score = run.score  # in `state` too
                 save(logdir / "best.pt", state)
-                (logdir / "best.json").write_text(json.dumps({"problem": args.task, "score": run.best_score}))
+                (logdir / "best.json").write_text(json.dumps({"problem": args.game, "score": run.best_score}))
             save(logdir / "latest.pt", state)
 
     vec_env.close()
@@ -588,7 +589,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.score:.2f}: {logdir}")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a bad best.json costs only this line
         runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
-        best_score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.task)
+        best_score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.game)
         print(f"best of all runs of this game: {best_score:.2f}, {best_run}")
     if stopping:
         print(vec_env.unwrapped.advice)
@@ -801,9 +802,10 @@ def main(argv: list[str]) -> int:
         if argv[:1] == ["search"]:
             command: Any = {"prog": f"{SCRIPT}.py search", "description": search.__doc__, "return_unknown_args": True}
             options, flags = tyro.cli(SearchArgs, args=argv[1:], **command)
-            presets = flags.index("--configs") + 1 if "--configs" in flags else 0
-            flags[presets:presets] = ["search"] if presets else ["--configs", "search"]
-            search(options, parse_args(flags), signals)
+            if "--configs" not in flags:
+                flags = ["--configs", *flags]
+            presets = flags.index("--configs") + 1
+            search(options, parse_args([*flags[:presets], "search", *flags[presets:]]), signals)
         else:
             train(parse_args(argv[1:] if argv[:1] == ["train"] else argv), signals)
     except (UsageError, gym.error.Error, ImportError, OSError, FloatingPointError, WorkerError) as error:

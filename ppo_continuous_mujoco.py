@@ -125,9 +125,10 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         self.batch_size = self.num_envs * self.num_steps
         self.num_updates = self.total_timesteps // self.batch_size
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
+        minibatches = self.num_minibatches
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
-        require(self.batch_size % self.num_minibatches == 0, f"--num-minibatches must divide {batch}.")
-        require(self.batch_size > self.num_minibatches, f"--num-minibatches must be less than {batch}.")
+        require(self.batch_size % minibatches == 0, f"--num-minibatches {minibatches} does not divide {batch}.")
+        require(self.batch_size > minibatches, f"--num-minibatches {minibatches} leaves one transition in each.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         require(self.device == "cpu" or torch.cuda.is_available(), f"--device {self.device} is not available here.")
         require(self.gamma < 1 or self.average_reward_rate, "--gamma 1 needs an --average-reward-rate, such as 0.1.")
@@ -409,8 +410,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             with torch.no_grad():
                 actions = agent.policy(obs).sample()
             next_obs, rewards, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
-            if args.time_scaled_reward:
-                rewards = rewards / infos["episode_length"]
+            rewards = rewards / infos["episode_length"] if args.time_scaled_reward else rewards
             rows.append((obs, actions, *map(torch.as_tensor, (rewards, terminated, truncated, infos["raw_reward"]))))
             ended += infos["ended"]
             cuts += [(t, n, infos["final_obs"][n]) for n in np.flatnonzero(truncated & ~terminated).tolist()]

@@ -141,7 +141,7 @@ def test_every_flag_of_play_refuses_or_takes_every_number(script: ModuleType) ->
 
 COMMON = {
     "--total-timesteps 100 --num-envs 16 --num-steps 128": "--total-timesteps 100 is less than the batch of 2048",
-    "--num-envs 16 --num-steps 128 --num-minibatches 7 ": "--num-minibatches must divide the batch of 2048",
+    "--num-envs 16 --num-steps 128 --num-minibatches 7 ": "--num-minibatches 7 does not divide the batch of 2048",
     "--num-envs 0": "--num-envs must be from 1 to",
     "--learning-rate nan": "--learning-rate must be from",
     "--gamma 1.5": "--gamma must be from 0 to 1, not 1.5",
@@ -169,7 +169,7 @@ OWN = {
         "--hidden-sizes 0": "--hidden-sizes",
         "--hidden-sizes -3 64": "--hidden-sizes",
         "--log-std-init nan": "--log-std-init",
-        "--num-envs 1 --num-steps 64 --num-minibatches 64": "must be less than the batch of 64",
+        "--num-envs 1 --num-steps 64 --num-minibatches 64": "one transition in each",
         "--env-id HalfCheeta-v5": "HalfCheetah",
         "--env-id Ant-v3": "gymnasium-robotics",
         "--env-id xyz": "`xyz` doesn't exist",
@@ -194,7 +194,7 @@ OWN = {
         "--env-id Luigi-1-1": "Luigi-1-1",
         "--env-id Mario": "Mario",
         "--env-id ALE/Nonsense-v5": "ALE/Nonsense-v5",
-        "--minibatch-growth 7": "--minibatch-growth 7 must divide",
+        "--minibatch-growth 7": "--minibatch-growth 7 does not divide",
         "--backend mame": "--backend",
     },
 }
