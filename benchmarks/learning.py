@@ -96,6 +96,9 @@ CELLS = tuple(f"{red}_{horizon}" for horizon in (30, 50, 100) for red in ("b_lin
 WINNER = (-3.47, -5.64, 0, -6.41, -8.69, 0, -13.76, -16.6, 0)
 SECOND = (-3.48, -6.47, 0, -5.85, -10.33, 0, -11.39, -19.38, 0)
 DISCOUNTED = "--average-reward-rate None --gamma"
+MARIO = {f"{world}-{level}": "" for world in range(1, 9) for level in range(1, 5)} | {
+    "1-1,1-3,1-4,3-2,4-1": "--total-timesteps 3500000 --torch-threads 2"
+}  # stage or stages of one network -> length
 QUEUES = "ppo_continuous_mujoco.py --configs queue --env-id ThreeQueue-v0 --total-timesteps 204800"
 SUITES: dict[str, Suite] = {
     "mujoco": Suite(
@@ -107,11 +110,12 @@ SUITES: dict[str, Suite] = {
         note="References are of older task versions and other protocols: a guide. SB3 has the parameters that its Zoo "
         "tuned (`benchmarks/sb3_zoo.py`), cleanrl the settings of CleanRL's script in ours."),
     "mario": Suite(
-        {f"Mario-{stage}, {backend}": f"ppo_atari_mario.py --env-id Mario-{stage} --backend {backend}"
-         for stage in [f"{world}-{level}" for world in range(1, 9) for level in range(1, 5)] + ["1-1,1-4,3-2,4-1"]
-         for backend in ("fceumm", "nes_py")},
+        {f"Mario-{stage}, {line}": f"ppo_atari_mario.py --env-id Mario-{stage} {flags} {length}".rstrip()
+         for stage, length in MARIO.items() for line, flags in (
+            ("fceumm", "--backend fceumm"), ("landed", "--backend fceumm --reward landed"),
+            ("nes_py", "--backend nes_py"))},
         metric="rollout/success_rate", scores=("flag, deterministic", "flag, sampled", "return"), smooth=20_000,
-        also=("nes_py",), default="Mario-1-1, ",
+        also=("nes_py", "landed"), default="Mario-1-1, ",
         note="Share of episodes that reach the flag, with random waiting before the start and sticky actions; the "
         "curve is of the training's episodes."),
     "cage2": Suite(
@@ -388,7 +392,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[11, 12, 13, 14, 15])
     parser.add_argument("--parallel", type=at_least_one, default=1, help="runs at a time")
     parser.add_argument("--only", metavar="TEXT", help="settings whose name contains this")
-    parser.add_argument("--also", nargs="+", default=[], help="SB3, cleanrl (mujoco), nes_py (mario)")
+    parser.add_argument("--also", nargs="+", default=[], help="SB3, cleanrl (mujoco), nes_py, landed (mario)")
     parser.add_argument(
         "--steps", type=at_least_one, help="of each run; default: 1 M for mujoco, the script's for others"
     )

@@ -353,7 +353,7 @@ def test_scores_on_cage2_and_flags_on_mario_are_those_measured() -> None:
     scores = [run["last"]["score"] for run in seeds.values()]
     assert_summarised(scores, row_with(README, "CAGE 2, leaderboard rules")[0])
     flags = {name: [100 * run["final"]["deterministic"]["success_rate"] for run in group["seeds"].values()]
-             for name, group in results("mario_learning")["groups"].items()}  # fmt: skip
+             for name, group in results("former_mario_learning")["groups"].items()}  # fmt: skip
     assert_summarised(flags["Mario-1-1 fceumm default"], row_with(README, "Mario 1-1")[0])
     (of_four_stages,) = flags["Mario-1-1,1-4,3-2,4-1 fceumm longer"]
     assert row_with(README, "Mario, one network")[0] == f"{of_four_stages:.0f} % (1 seed)"
