@@ -18,7 +18,7 @@ train: $(VENV)/.ready   ## HalfCheetah learns to run: a minute and a half on two
 	$(BIN)/python ppo_continuous_mujoco.py --configs halfcheetah $(ARGS)
 
 play: fceumm            ## films of a trained robot and of a trained Mario in zoo/gifs/, in a minute
-	$(BIN)/python ppo_continuous_mujoco.py play --checkpoint zoo/HalfCheetah-v5.pt --seed 1 --save-gif $(ARGS)
+	$(BIN)/python ppo_continuous_mujoco.py play --checkpoint zoo/HalfCheetah-v5.pt --seed 1 --save-gif --gif-frames 150 $(ARGS)
 	$(BIN)/python ppo_atari_mario.py play --checkpoint zoo/Mario-1-1.pt --seed 1 --save-gif $(ARGS)
 
 test: $(VENV)/.ready    ## the default suite

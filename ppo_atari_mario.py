@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.tensorboard import SummaryWriter
 
 from envs import RecordGif, WorkerError, vectorize
-from envs.atari import AtariError, AtariGame
+from envs.atari import AtariGame
 from envs.mario import MarioEnv
 from envs.nes_core import resolve_backend
 
@@ -117,7 +117,9 @@ class PPOArgs:
     shared_cnn: bool = True  # actor and critic share the convolutions and that layer
 
 
-GAME = ("env_id", "reward", "reset_steps")  # what evaluations depend on
+# What evaluations depend on: only those of the same can be compared.
+GAME = ("env_id", "reward", "reset_steps", "skip", "stuck_steps", "noop_max", "sticky_action_probability")
+EVALUATION = ("mean_return", "std_return", "mean_length", "success_rate")  # what is logged of one
 RANGES = {  # lowest and highest values; None passes
     "num_envs num_workers reset_steps eval_episodes num_steps num_minibatches update_epochs feature_dim": (1, 1e6),
     "seed total_timesteps eval_every save_every ent_coef vf_coef stuck_steps": (0, 2**32 - 1),
@@ -156,8 +158,6 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         require(minibatches % growth == 0, f"--minibatch-growth {growth} does not divide {minibatches} minibatches.")
         is_game = self.env_id.startswith(("Mario-", "ALE/")) and ":" not in self.env_id
         require(is_game, f"There is no {self.env_id}: try Mario-1-1, Mario-1-1,2-1, Mario-random or ALE/Breakout-v5.")
-        if self.env_id.startswith("Mario-"):  # a policy belongs to the emulator that it has learnt on
-            self.backend: Any = resolve_backend(self.backend)
         self.game = " ".join(str(getattr(self, name)) for name in GAME)
 
 
@@ -245,7 +245,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     recursion stops too, because the next row belongs to another one.
     """
     deltas = rewards + gamma * next_values * terminations.logical_not() - values
-    decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not()
+    decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not().to(rewards.dtype)
     advantages = deltas.clone()  # which is all of the last row's
     for t in reversed(range(len(rewards) - 1)):  # detail 5
         advantages[t] += decay[t] * advantages[t + 1]
@@ -304,7 +304,7 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
 def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches: Batch) -> Any:
     """A step of Adam (Kingma and Ba 2015) on each of n minibatches, tensors (n, minibatch size, ...), in turn; returns
     metrics, a dict of tensors (n,). `weights` are the agent's, in one vector; `adam` holds such vectors of the running
-    means of the gradient and its square, the learning rate, one or one a weight, and the number of steps."""
+    means of the gradient and its square, the learning rate (of all weights or of each), and the number of steps."""
     steps = []
     for minibatch in zip(*minibatches, strict=True):
         loss, metrics = ppo_loss(agent, args, Batch(*minibatch))
@@ -347,7 +347,7 @@ def make_envs(args: Args, num_envs: int, render_mode: str | None = None) -> Any:
     settings = args.num_workers, args.step_timeout, args.on_worker_failure
     try:
         return vectorize(lambda: make_env(args, render_mode), num_envs, *settings)
-    except (gym.error.Error, ImportError, AtariError, ValueError) as error:
+    except (gym.error.Error, ImportError, ValueError) as error:
         raise UsageError(f"{args.env_id} cannot be made here: {error}") from None
 
 
@@ -360,7 +360,7 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
     torch.manual_seed(seed)
     returns, lengths = np.zeros(vec_env.num_envs), np.zeros(vec_env.num_envs, dtype=int)
     running = np.ones(vec_env.num_envs, dtype=bool)  # only the first episode of each environment counts
-    last_infos: list[dict[str, Any]] = [{}] * vec_env.num_envs
+    last_infos: list[dict[str, Any]] = [{} for _ in running]
     obs, _ = vec_env.reset(seed=seed)
     while running.any():
         policy = agent.policy(torch.as_tensor(obs, device=next(agent.parameters()).device))
@@ -380,7 +380,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
     Raises FloatingPointError for a number that is not finite, WorkerError where an environment fails. A signal in
     `signals`, which `main` fills, ends the run after its update."""
-    args = replace(args)  # checked once more, for its fields may have been set since
+    backend: Any = resolve_backend(args.backend) if args.env_id.startswith("Mario-") else args.backend
+    args = replace(args, backend=backend)  # a checked copy; a policy belongs to the emulator that it has learnt on
     with contextlib.suppress(AttributeError):  # glibc is to keep what is freed: it costs a fifth of an update otherwise
         ctypes.CDLL(None).mallopt(-4, 0), ctypes.CDLL(None).mallopt(-1, 2**30)  # M_MMAP_MAX, M_TRIM_THRESHOLD
     torch.set_num_threads(1)
@@ -401,8 +402,6 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     update: Any = torch.compile(take_steps, dynamic=False, options=options) if args.compile else take_steps
     late_num_minibatches = args.num_minibatches // args.minibatch_growth
     steps_per_call = math.gcd(4, late_num_minibatches)  # one compiled call for each step would cost half as much again
-    ent_coef: Any = torch.zeros((), device=args.device)  # a tensor, since compiled code knows numbers as constants
-    loss_args = replace(args, ent_coef=ent_coef)
     run = SimpleNamespace(global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
                           training_return=math.nan, training_success=math.nan, mean_return=math.nan,
                           best_return=-math.inf)  # fmt: skip
@@ -429,14 +428,15 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     except BlockingIOError:
         raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
     require(args.resume or not any(logdir.glob("*.pt")), f"{logdir} holds a run: --resume it or choose another.")
-    log.truncate(run.csv_size)
+    run.csv_size = log.truncate(min(run.csv_size, log.tell()))  # rows of updates that are not in the checkpoint
     vec_env.unwrapped.advice = f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}"
     commit = os.popen(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null").read().strip()
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
     (logdir / "config.json").write_text(json.dumps(config, indent=1))
     print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
-          f"epochs x {args.num_minibatches} minibatches, {type(vec_env.unwrapped).__name__}: {logdir}")  # fmt: skip
+          f"epochs x {args.num_minibatches} minibatches ({late_num_minibatches} after a third of the run), "
+          f"{type(vec_env.unwrapped).__name__}: {logdir}")  # fmt: skip
     if args.compile:
         print("The first update compiles the gradient steps, which takes 10 to 30 s.", flush=True)
     if args.track is not None:
@@ -450,14 +450,15 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         progress = run.global_step / all_steps
         annealing = {"linear": 1 - progress, "exponential": 0.01**progress, "none": 1.0}  # detail 4
         adam["learning_rate"] = torch.tensor(args.learning_rate * annealing[args.lr_decay], device=args.device)
-        ent_coef.fill_(args.ent_coef * annealing[args.ent_decay])
+        ent_coef: Any = torch.tensor(args.ent_coef * annealing[args.ent_decay], device=args.device)
+        loss_args = replace(args, ent_coef=ent_coef)  # tensors, since compiled code takes numbers for constants
         num_minibatches = args.num_minibatches if progress < 1 / 3 else late_num_minibatches
         # --- collect --------------------------------------------------------------------------------------------------
         rows: list[tuple[Tensor, ...]] = []  # of each step, in the order below
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
         ended: list[tuple[float, int, float]] = []  # (return, length, flag reached) of each episode that ended
         for t in range(args.num_steps):
-            # channels last, as convolutions want them, so that not each epoch has to turn them around
+            # channels last, as convolutions want them: turned around once, not in each epoch
             obs = torch.as_tensor(next_obs, device=args.device).contiguous(memory_format=torch.channels_last)
             with torch.no_grad():
                 policy, values = agent(obs)
@@ -467,16 +468,16 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             if args.sign_reward:  # detail 19
                 rewards = np.sign(rewards)
             life_lost = infos.get("life_lost", False) | infos.get("final_info", {}).get("life_lost", False)
-            ends = terminated | (life_lost & args.episodic_life)  # detail 16
+            ends = terminated | life_lost if args.episodic_life else terminated  # detail 16
             outcome = map(torch.as_tensor, (rewards, ends, truncated, infos["raw_reward"]))
             rows.append((obs, actions, log_probs, values, *outcome))
+            flags = infos.get("final_info", {}).get("flag_get", np.zeros(args.num_envs))  # of Mario's stages
             for n in np.flatnonzero(terminated | truncated):
-                success = terminated[n] and infos.get("final_info", {}).get("flag_get", {n: False})[n]
-                ended.append((infos["episode_return"][n], infos["episode_length"][n], success))
+                ended.append((infos["episode_return"][n], infos["episode_length"][n], terminated[n] and flags[n]))
             cuts += [(t, n, infos["final_obs"][n]) for n in np.flatnonzero(truncated & ~terminated).tolist()]
         # --- bootstrap ------------------------------------------------------------------------------------------------
         obs, actions, log_probs, values, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # (num_steps, ...)
-        rewards, terminated, truncated, raw_rewards = (x.to(args.device, torch.float32) for x in others)
+        rewards, ends, truncated, raw_rewards = (x.to(args.device, torch.float32) for x in others)
         with torch.no_grad():
             next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=args.device))[None]])
             if cuts:
@@ -484,7 +485,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
                 next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
         # --- advantages -----------------------------------------------------------------------------------------------
         gamma = args.gamma
-        advantages, returns = compute_gae(rewards, values, next_values, terminated, truncated, gamma, args.gae_lambda)
+        advantages, returns = compute_gae(rewards, values, next_values, ends, truncated, gamma, args.gae_lambda)
         if args.norm_adv in ("batch", "per_env"):
             advantages = normalize_advantages(advantages, dim=0 if args.norm_adv == "per_env" else None)
         # --- update ---------------------------------------------------------------------------------------------------
@@ -493,9 +494,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         results: list[dict[str, Tensor]] = []  # of each call of `update`
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=args.device)  # detail 6: each transition once an epoch
-            minibatches = (x.index_select(0, order).unflatten(0, (num_minibatches, -1)) for x in batch)
-            calls = zip(*(x.split(steps_per_call) for x in minibatches), strict=True)
-            epoch = [update(agent, loss_args, weights, adam, Batch(*some)) for some in calls]
+            calls = order.view(-1, steps_per_call, args.batch_size // num_minibatches)  # (call, minibatch, index)
+            epoch = [update(agent, loss_args, weights, adam, Batch(*(x[some] for x in batch))) for some in calls]
             results += epoch
             run.epochs += 1
             run.minibatch_updates += num_minibatches
@@ -512,14 +512,15 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         # --- evaluate -------------------------------------------------------------------------------------------------
         # Each batch that reaches or passes a multiple of --eval-every leaves a remainder below its own size (0: never).
         evaluating = run.global_step >= all_steps or run.global_step % (args.eval_every or math.inf) < args.batch_size
-        scores: dict[str, tuple[float, ...]] = {}
+        scores = {f"{kind}/{name}": math.nan for kind in ("eval", "eval_sampled") for name in EVALUATION}
         if evaluating:
             with contextlib.closing(make_envs(args, args.eval_episodes)) as eval_envs:
                 for kind in ("eval", "eval_sampled"):
                     totals, lengths, infos = evaluate(agent, eval_envs, deterministic=kind == "eval")
-                    flags = np.mean([info.get("flag_get", False) for info in infos])
-                    scores[kind] = totals.mean(), totals.std(), lengths.mean(), flags
-            run.mean_return = float(scores["eval"][0])
+                    success_rate = np.mean([info.get("flag_get", False) for info in infos])
+                    numbers = totals.mean(), totals.std(), lengths.mean(), success_rate
+                    scores |= {f"{kind}/{name}": float(x) for name, x in zip(EVALUATION, numbers, strict=True)}
+            run.mean_return = scores["eval/mean_return"]
         # --- log ------------------------------------------------------------------------------------------------------
         mean_return, mean_length, success_rate = np.mean(ended, axis=0).tolist() if ended else [math.nan] * 3
         if ended:
@@ -538,13 +539,11 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             "counters/train_steps": run.rollouts * args.num_steps,
         }
         record |= {f"counters/{x}": vars(run)[x] for x in ("rollouts", "resets", "epochs", "minibatch_updates")}
-        for kind in ("eval", "eval_sampled"):
-            names = (f"{kind}/{name}" for name in ("mean_return", "std_return", "mean_length", "success_rate"))
-            record |= zip(names, scores.get(kind, [math.nan] * 4), strict=True)
+        record |= scores
         for name, value in record.items():
             if math.isfinite(value):
                 writer.add_scalar(name, value, run.global_step)
-        if run.rollouts == 1:
+        if run.csv_size == 0:
             print("global_step", *record, sep=",", file=log)
         print(run.global_step, *record.values(), sep=",", file=log, flush=True)
         run.csv_size = log.tell()
@@ -573,7 +572,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a bad best.json costs only this line
         runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
         score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.game)
-        print(f"best of all runs of {args.game}: {score:.2f}, {best_run}")
+        print(f"best of all runs of this game: {score:.2f}, {best_run}")
     if stopping:
         print(vec_env.unwrapped.advice)
     return {"logdir": str(logdir), **vars(run)}
@@ -591,14 +590,15 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
+    require(path.exists(), f"There is no {path}: see --logdir and --checkpoint (an evaluation writes best.pt).")
     try:
         require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
-        require(state["format"] == FORMAT, "another format")
+        require(state["format"] == FORMAT, f"it is {state['format']}")
         state["args"] = {name: x for name, x in state["args"].items() if name in Args.__dataclass_fields__}
         env_id = Args(**state["args"] | HERE).env_id
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
-        raise OSError(f"{path} is missing (evaluations write best.pt), damaged or no {FORMAT}: {error!r:.99}") from None
+        raise OSError(f"{path} is damaged or no {FORMAT}: {error!r:.99}") from None
     trusted = ":" not in env_id or env_id in sys.argv or env_id.split(":")[0] in sys.modules
     require(trusted, f"{path} imports the module of {env_id}: if you trust it, add --env-id {env_id}.")
     return state
@@ -630,7 +630,7 @@ class PlayArgs:
 def play(options: PlayArgs) -> list[float]:
     """Play the policy of a checkpoint and print each episode's return; returns these. With --save-gif, film it."""
     check_ranges(options)
-    path = Path(options.logdir or "", options.checkpoint).with_suffix(".pt")
+    path = Path(options.logdir or "", options.checkpoint.removesuffix(".pt") + ".pt")
     checkpoint = load(path)
     torch.set_num_threads(1)  # more wait for each other over a single picture
     args = Args(**checkpoint["args"] | HERE)
@@ -684,6 +684,7 @@ def main(argv: list[str]) -> int:
 
     try:
         if argv[:1] == ["play"]:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
             play(tyro.cli(PlayArgs, prog=f"{SCRIPT}.py play", args=argv[1:], description=play.__doc__))
             return 0
         signal.signal(signal.SIGINT, receive)

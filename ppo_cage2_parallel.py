@@ -20,7 +20,6 @@ import sys
 import time
 import zipfile
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -176,7 +175,7 @@ PRESETS: dict[str, dict[str, Any]] = {
                    "num_envs": 25, "version": "head", "red_agent": "meander", "actions": "full", "memory": False,
                    "learning_rate": 2e-3, "lr_decay": "none", "num_minibatches": 1, "norm_adv": "batch",
                    "ent_coef": 0.01, "ent_decay": "none", "eval_every": 12_500, "save_every": 25_000},
-    # the training of each order in `search`, which takes this preset if none is named
+    # the training of each order in `search`; presets that are named there are layered over it
     "search": {"workflow": "any", "compliance_threshold": 0.95, "total_timesteps": 125_000, "num_envs": 25,
                "red_agent": "meander", "learning_rate": 2e-4, "num_minibatches": 1, "eval_every": 12_500,
                "save_every": 25_000},
@@ -187,7 +186,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 def mlp(sizes: list[int], output_std: float) -> nn.Sequential:
     """Tanh layers of these widths, orthogonal weights, biases 0 (detail 2); the last is linear, with another gain."""
     layers: list[nn.Module] = []
-    for n_in, n_out in pairwise(sizes):
+    for n_in, n_out in zip(sizes[:-1], sizes[1:], strict=True):
         linear = nn.Linear(n_in, n_out)
         nn.init.orthogonal_(linear.weight, math.sqrt(2))
         nn.init.zeros_(linear.bias)
@@ -208,7 +207,8 @@ class Categorical:
         return self.logits.argmax(-1)
 
     def sample(self) -> Tensor:
-        return (self.logits - torch.rand_like(self.logits).log_().neg_().log_()).argmax(-1)
+        gumbel_noise = -(-torch.rand_like(self.logits).log()).log()
+        return (self.logits + gumbel_noise).argmax(-1)
 
     def log_prob(self, actions: Tensor) -> Tensor:
         return self.logits.log_softmax(-1).gather(-1, actions[:, None]).squeeze(-1)
@@ -256,7 +256,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     recursion stops too, because the next row belongs to another one.
     """
     deltas = rewards + gamma * next_values * terminations.logical_not() - values
-    decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not()
+    decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not().to(rewards.dtype)
     advantages = deltas.clone()  # which is all of the last row's
     for t in reversed(range(len(rewards) - 1)):  # detail 5
         advantages[t] += decay[t] * advantages[t + 1]
@@ -315,7 +315,7 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
 def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches: Batch) -> Any:
     """A step of Adam (Kingma and Ba 2015) on each of n minibatches, tensors (n, minibatch size, ...), in turn; returns
     metrics, a dict of tensors (n,). `weights` are the agent's, in one vector; `adam` holds such vectors of the running
-    means of the gradient and its square, the learning rate, one or one a weight, and the number of steps."""
+    means of the gradient and its square, the learning rate (of all weights or of each), and the number of steps."""
     steps = []
     for minibatch in zip(*minibatches, strict=True):
         loss, metrics = ppo_loss(agent, args, Batch(*minibatch))
@@ -333,7 +333,7 @@ def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches
     return {name: torch.stack([x[name] for x in steps]) for name in metrics}
 
 
-def recall(agent: Agent, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
+def log_probs_and_values(agent: Agent, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
     """log pi(a|s) and V(s) of a rollout, (num_steps, num_envs) each: one pass gives what num_steps small ones would."""
     policy, values = agent(obs.flatten(0, 1))
     return policy.log_prob(actions.flatten(0, 1)).view_as(actions), values.view_as(actions)
@@ -399,13 +399,18 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
     Raises FloatingPointError for a number that is not finite, WorkerError where an environment fails. A signal in
     `signals`, which `main` fills, ends the run after its update."""
-    args = replace(args)  # checked once more, for its fields may have been set since
+    args = replace(args)  # a checked copy
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     vec_env = make_envs(args, args.num_envs)
     agent = Agent(vec_env, args).to(args.device)
     start = Path(str(args.logdir), "latest.pt") if args.resume else args.init_from
     checkpoint = load(Path(start)) if start else {}
+    if args.resume:
+        for name, value in checkpoint["args"].items():
+            if name not in ("resume", "logdir") and getattr(args, name) != value:
+                require(name not in ("seed", "actions", "memory", *GAME), f"A resumed run keeps its {name}.")
+                print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
     if checkpoint:
         load_policy(checkpoint, agent)
     weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # one long step costs half of many short ones
@@ -414,31 +419,25 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
     torch._dynamo.config.recompile_limit = 1000  # of one process, which may be a sweep over many runs
     options: Any = {"cpp_wrapper": args.device == "cpu", "cpp.use_decompose_tanh": True}  # the latter vectorises tanh
-    update: Any = torch.compile(take_steps, dynamic=False, options=options) if args.compile else take_steps
-    look_back: Any = torch.compile(recall, dynamic=False, options=options) if args.compile else recall
+    functions: Any = take_steps, log_probs_and_values
+    update, look_back = (torch.compile(f, dynamic=False, options=options) if args.compile else f for f in functions)
     steps_per_call = math.gcd(4, args.num_minibatches)  # one compiled call for each step would cost half as much again
-    ent_coef: Any = torch.zeros((), device=args.device)  # a tensor, since compiled code knows numbers as constants
-    loss_args = replace(args, ent_coef=ent_coef)
     run = SimpleNamespace(global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
                           training_return=math.nan, first_return=math.nan, score=math.nan, best_score=-math.inf,
                           compliant=False)  # fmt: skip
     torch.manual_seed(args.seed)  # so that actions do not depend on how many weights were drawn
     next_obs, _ = vec_env.reset(seed=args.seed)
     if args.resume:
-        for name, value in checkpoint["args"].items():
-            if name not in ("resume", "logdir") and getattr(args, name) != value:
-                require(name not in ("seed", *GAME), f"A resumed run keeps its {name}.")
-                print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
         vars(run).update(checkpoint["run"])
-        run.compliant &= args.compliance_threshold == checkpoint["args"]["compliance_threshold"]  # else it goes on
+        if args.compliance_threshold != checkpoint["args"]["compliance_threshold"]:
+            run.compliant = False  # by the new one it is still to be judged
         adam = {name: x.to(args.device) for name, x in checkpoint["adam"].items()}
         state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
         torch.set_rng_state(checkpoint["generator"])
         if vec_env.set_state(state):  # environments that cannot be saved begin anew
             next_obs = checkpoint["obs"]
     # --- run folder: new, or with its logs taken back to the checkpoint -----------------------------------------------
-    task = args.env_id.replace("/", "_").replace(":", "_")
-    logdir = Path(args.logdir or f"runs/{task}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
+    logdir = Path(args.logdir or f"runs/{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
     logdir.mkdir(parents=True, exist_ok=True)
     log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
     try:
@@ -446,7 +445,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     except BlockingIOError:
         raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
     require(args.resume or not any(logdir.glob("*.pt")), f"{logdir} holds a run: --resume it or choose another.")
-    log.truncate(run.csv_size)
+    run.csv_size = log.truncate(min(run.csv_size, log.tell()))  # rows of updates that are not in the checkpoint
     vec_env.unwrapped.advice = f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}"
     commit = os.popen(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null").read().strip()
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
@@ -461,20 +460,22 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
 
         wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
     writer = SummaryWriter(str(logdir), purge_step=run.global_step + 1)
-
-    nothing = np.full((args.max_steps, 1), math.nan), math.nan, np.zeros((0, len(VERDICTS)))
-    no_evaluation = summarize(dict.fromkeys(args.red_agents, nothing), args.finite_horizon, args.workflow is not None)
+    # Each number of an evaluation is nan where there is none, so that the columns of progress.csv are always the same.
+    unknown = np.full((args.max_steps, 1), math.nan), math.nan, np.zeros((0, len(VERDICTS)))
+    no_evaluation = summarize(dict.fromkeys(args.red_agents, unknown), args.finite_horizon, args.workflow is not None)
     all_steps, first, stopping = args.num_updates * args.batch_size, run.global_step + args.batch_size, False
     while run.global_step < all_steps and not stopping and not run.compliant:
         started = time.perf_counter()
         progress = run.global_step / all_steps
         annealing = {"linear": 1 - progress, "exponential": 0.01**progress, "none": 1.0}  # detail 4
         adam["learning_rate"] = torch.tensor(args.learning_rate * annealing[args.lr_decay], device=args.device)
-        ent_coef.fill_(args.ent_coef * annealing[args.ent_decay])
+        ent_coef: Any = torch.tensor(args.ent_coef * annealing[args.ent_decay], device=args.device)
+        loss_args = replace(args, ent_coef=ent_coef)  # tensors, since compiled code takes numbers for constants
         # --- collect --------------------------------------------------------------------------------------------------
         rows: list[tuple[Tensor, ...]] = []  # of each step: obs, actions, rewards, terminated, ...
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
-        ended: list[tuple[float, int, list[int]]] = []  # (return, length, fixes by verdict) of each episode that ended
+        ended: list[tuple[float, int, float]] = []  # (return, length, return / length) of each episode that ended
+        fixes: list[np.ndarray] = []  # by verdict, of the episodes that ended in each step, (num_ended, 4)
         for t in range(args.num_steps):
             obs = torch.as_tensor(next_obs, device=args.device)
             with torch.no_grad():
@@ -482,9 +483,9 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             next_obs, rewards, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
             rewards = args.reward_scale * (rewards + infos.get("alignment", 0.0))
             rows.append((obs, actions, *map(torch.as_tensor, (rewards, terminated, truncated, infos["raw_reward"]))))
-            for n in np.flatnonzero(terminated | truncated):
-                fixes = infos["fixes"][n].tolist() if args.workflow is not None else []
-                ended.append((infos["episode_return"][n], infos["episode_length"][n], fixes))
+            ended += infos["ended"]
+            if args.workflow is not None:
+                fixes.append(infos["fixes"][terminated | truncated])
             cuts += [(t, n, infos["final_obs"][n]) for n in np.flatnonzero(truncated & ~terminated).tolist()]
         # --- bootstrap ------------------------------------------------------------------------------------------------
         obs, actions, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # (num_steps, num_envs, ...)
@@ -505,9 +506,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         results: list[dict[str, Tensor]] = []  # of each call of `update`
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=args.device)  # detail 6: each transition once an epoch
-            minibatches = (x.index_select(0, order).unflatten(0, (args.num_minibatches, -1)) for x in batch)
-            calls = zip(*(x.split(steps_per_call) for x in minibatches), strict=True)
-            epoch = [update(agent, loss_args, weights, adam, Batch(*some)) for some in calls]
+            calls = order.view(-1, steps_per_call, args.batch_size // args.num_minibatches)  # (call, minibatch, index)
+            epoch = [update(agent, loss_args, weights, adam, Batch(*(x[some] for x in batch))) for some in calls]
             results += epoch
             run.epochs += 1
             run.minibatch_updates += args.num_minibatches
@@ -523,18 +523,19 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         # --- evaluate -------------------------------------------------------------------------------------------------
         # Each batch that reaches or passes a multiple of --eval-every leaves a remainder below its own size (0: never).
         evaluating = run.global_step >= all_steps or run.global_step % (args.eval_every or math.inf) < args.batch_size
-        threshold, evaluation, complies = args.compliance_threshold, no_evaluation, False
-        if threshold is not None:  # of the episodes in training, whose actions are sampled
+        threshold: Any = args.compliance_threshold
+        evaluation, complies = no_evaluation, False
+        if threshold is not None:  # once the sampled actions of training comply, deterministic ones are judged
             complies = is_compliant(vec_env.recent, vec_env.episodes, threshold, args.min_episodes)
             evaluating |= complies
         if evaluating:
             evaluation = score(agent, args, args.eval_episodes)
-            run.score, mean_return = evaluation["score"], evaluation["mean_return"]
-            confirmed = complies and evaluation["compliance"] >= float(threshold or 0)
-            run.compliant = confirmed and mean_return >= run.first_return
-            run.first_return = mean_return if math.isnan(run.first_return) else run.first_return
+            run.score, no_worse = evaluation["score"], evaluation["mean_return"] >= run.first_return  # at first: nan
+            run.compliant = complies and evaluation["compliance"] >= threshold and no_worse
+            if math.isnan(run.first_return):
+                run.first_return = evaluation["mean_return"]
         # --- log ------------------------------------------------------------------------------------------------------
-        mean_return, mean_length = np.mean([x[:2] for x in ended], axis=0).tolist() if ended else [math.nan] * 2
+        mean_return, mean_length, _ = np.mean(ended, axis=0).tolist() if ended else [math.nan] * 3
         if ended:
             run.training_return = mean_return
         run.resets += len(ended)
@@ -551,13 +552,12 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         }
         record |= {f"counters/{x}": vars(run)[x] for x in ("rollouts", "resets", "epochs", "minibatch_updates")}
         if args.workflow is not None:
-            fixes = fix_metrics(np.array([x[2] for x in ended]).reshape(-1, len(VERDICTS)))
-            record |= {f"rollout/{name}": value for name, value in fixes.items()}
+            record |= {f"rollout/{name}": value for name, value in fix_metrics(np.concatenate(fixes)).items()}
         record |= {f"eval/{name}": value for name, value in evaluation.items()}
         for name, value in record.items():
             if math.isfinite(value):
                 writer.add_scalar(name, value, run.global_step)
-        if run.rollouts == 1:
+        if run.csv_size == 0:
             print("global_step", *record, sep=",", file=log)
         print(run.global_step, *record.values(), sep=",", file=log, flush=True)
         run.csv_size = log.tell()
@@ -608,14 +608,15 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
+    require(path.exists(), f"There is no {path}: see --logdir and --checkpoint (an evaluation writes best.pt).")
     try:
         require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
-        require(state["format"] == FORMAT, "another format")
+        require(state["format"] == FORMAT, f"it is {state['format']}")
         state["args"] = {name: x for name, x in state["args"].items() if name in Args.__dataclass_fields__}
         env_id = Args(**state["args"] | HERE).env_id
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
-        raise OSError(f"{path} is missing (evaluations write best.pt), damaged or no {FORMAT}: {error!r:.99}") from None
+        raise OSError(f"{path} is damaged or no {FORMAT}: {error!r:.99}") from None
     trusted = ":" not in env_id or env_id in sys.argv or env_id.split(":")[0] in sys.modules
     require(trusted, f"{path} imports the module of {env_id}: if you trust it, add --env-id {env_id}.")
     return state
@@ -648,10 +649,10 @@ class SearchArgs:
     fresh_policy_per_order: bool = False  # start each order's from random weights (they like --learning-rate 0.002)
 
 
-ROW = (
+ROW = (  # of the table of orders
     "{workflow}: return {mean_return:.2f} +- {standard_error:.2f}, compliance {compliance:.3f}, strict "
     "{strict_compliance:.3f}, confirmed: {confirmed}"
-)  # of the table of orders
+)
 
 
 def search(options: SearchArgs, args: Args, signals: list[int] | None = None) -> list[dict[str, Any]]:
@@ -665,16 +666,16 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
     check_ranges(options)
     has_one_start = not (args.init_from and options.fresh_policy_per_order)
     require(has_one_start, "--init-from and --fresh-policy-per-order are two ways to start: choose one.")
-    require(not args.resume, "A search goes on by the command that began it, without --resume.")
     folder = Path(args.logdir or f"runs/search__{args.red_agent}__{args.seed}")
     path = folder / "history.json"
     settings = json.loads(json.dumps(asdict(args) | asdict(options) | {"logdir": None, "n_workflows": None}))
     try:
         saved = json.loads(path.read_text()) if path.exists() else {"settings": settings, "history": []}
-        history, before = saved["history"], saved["settings"]
-    except (ValueError, KeyError):
+        history, tried = saved["history"], [parse_workflow(x["workflow"]) for x in saved["history"]]
+        names = [name for name in settings if settings[name] != saved["settings"].get(name)]
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise OSError(f"{path} is damaged: choose another --logdir.") from None
-    changed = ", ".join(f"--{name.replace('_', '-')}" for name in settings if settings[name] != before.get(name))
+    changed = ", ".join(f"--{name.replace('_', '-')}" for name in names)
     require(not changed, f"{folder} holds a search with other values of {changed}: choose another --logdir.")
 
     def run_args(name: str, **changes: Any) -> Args:
@@ -683,14 +684,13 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
 
     start = args.init_from
     if start is None and not options.fresh_policy_per_order:
-        names = ("num_envs", "num_minibatches", "learning_rate", "eval_every", "save_every")
-        defaults = {name: getattr(Args, name) for name in names} | {"compliance_threshold": None, "workflow": "any"}
-        train(run_args("shared", total_timesteps=options.shared_timesteps, **defaults), signals)
+        defaults = {name: getattr(Args, name) for name in PRESETS["search"]}  # which is for short trainings
+        defaults |= {"workflow": "any", "red_agent": args.red_agent, "total_timesteps": options.shared_timesteps}
+        train(run_args("shared", **defaults), signals)
         start = str(folder / "shared" / "latest.pt")
     while len(history) < options.n_workflows and not signals:
-        tried = [parse_workflow(x["workflow"]) for x in history]
-        seen = [x["mean_return"] for x in history], [x["standard_error"] for x in history]
-        order = next_order(tried, *seen, options.gp_scale, options.gp_beta, options.n_start, args.seed)
+        returns, errors = [x["mean_return"] for x in history], [x["standard_error"] for x in history]
+        order = next_order(tried, returns, errors, options.gp_scale, options.gp_beta, options.n_start, args.seed)
         name = f"{len(history) + 1:03d}_{'-'.join(ORDERS[order])}"
         order_args = run_args(name, workflow=",".join(ORDERS[order]), init_from=start)
         result = train(order_args, signals)
@@ -700,6 +700,7 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
         judged = score(agent, order_args, options.judge_episodes, seed=1_000_000)
         record = {"workflow": order_args.workflow, "confirmed": result["compliant"], "steps": result["global_step"]}
         history.append(record | {"run": name} | judged)
+        tried.append(order)
         path.with_suffix(".tmp").write_text(json.dumps({"settings": settings, "history": history}, indent=1))
         os.replace(path.with_suffix(".tmp"), path)
         print(ROW.format(**history[-1]))
@@ -728,16 +729,17 @@ class PlayArgs:
     gif_dir: str | None = None  # folder of the GIFs; default {logdir}/gifs
 
 
-def describe(fixes: np.ndarray) -> str:
-    """Compliance of episodes, from their fixes by verdict (num_episodes, 4), as a part of a line."""
-    return "".join(f", {name} {value:.3f}" for name, value in fix_metrics(fixes).items())
+def compliance_text(args: Args, fixes: list[np.ndarray]) -> str:
+    """Compliance of episodes, from the fixes by verdict of each, (4,); nothing without a workflow."""
+    metrics = fix_metrics(np.stack(fixes)) if args.workflow is not None else {}
+    return "".join(f", {name} {value:.3f}" for name, value in metrics.items())
 
 
 def play(options: PlayArgs) -> dict[str, list[float]]:
     """Play the policy of a checkpoint against each red agent and print each episode's return and compliance; returns
     the returns by red agent. With --save-gif, film it."""
     check_ranges(options)
-    path = Path(options.logdir or "", options.checkpoint).with_suffix(".pt")
+    path = Path(options.logdir or "", options.checkpoint.removesuffix(".pt") + ".pt")
     checkpoint = load(path)
     args = Args(**checkpoint["args"] | HERE)
     require(args.workflow or not options.workflow, "This policy was trained without a workflow: leave --workflow out.")
@@ -754,13 +756,13 @@ def play(options: PlayArgs) -> dict[str, list[float]]:
         for i in range(options.episodes):
             rewards, (length,), fixes = evaluate(agent, vec_env, options.seed + i, not options.stochastic)
             returns[red_agent].append(float(rewards.sum()))
-            all_fixes[red_agent] += [fixes[0]]
-            compliance = describe(fixes) if args.workflow else ""
-            print(f"{red_agent}, episode {i + 1}: return {rewards.sum():.2f}, {length} steps{compliance}", flush=True)
+            all_fixes[red_agent] += [*fixes]
+            end = compliance_text(args, [*fixes])
+            print(f"{red_agent}, episode {i + 1}: return {rewards.sum():.2f}, {length} steps{end}", flush=True)
         vec_env.close()
     for red_agent, totals in returns.items():
-        compliance = describe(np.array(all_fixes[red_agent])) if args.workflow else ""
-        print(f"{red_agent}: mean return {np.mean(totals):.2f}, standard deviation {np.std(totals):.2f}{compliance}")
+        end = compliance_text(args, all_fixes[red_agent])
+        print(f"{red_agent}: mean return {np.mean(totals):.2f}, standard deviation {np.std(totals):.2f}{end}")
     return returns
 
 
@@ -795,6 +797,7 @@ def main(argv: list[str]) -> int:
 
     try:
         if argv[:1] == ["play"]:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
             play(tyro.cli(PlayArgs, prog=f"{SCRIPT}.py play", args=argv[1:], description=play.__doc__))
             return 0
         signal.signal(signal.SIGINT, receive)
@@ -802,10 +805,9 @@ def main(argv: list[str]) -> int:
         if argv[:1] == ["search"]:
             command: Any = {"prog": f"{SCRIPT}.py search", "description": search.__doc__, "return_unknown_args": True}
             options, flags = tyro.cli(SearchArgs, args=argv[1:], **command)
-            if "--configs" not in flags:
-                flags = ["--configs", *flags]
-            presets = flags.index("--configs") + 1
-            search(options, parse_args([*flags[:presets], "search", *flags[presets:]]), signals)
+            require("--resume" not in flags, "A search goes on by the command that began it, without --resume.")
+            named, _ = tyro.cli(RunArgs, args=flags, add_help=False, return_unknown_args=True)
+            search(options, parse_args([*flags, "--configs", "search", *named.configs]), signals)
         else:
             train(parse_args(argv[1:] if argv[:1] == ["train"] else argv), signals)
     except (UsageError, gym.error.Error, ImportError, OSError, FloatingPointError, WorkerError) as error:

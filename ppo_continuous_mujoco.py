@@ -18,7 +18,6 @@ import sys
 import time
 import zipfile
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
@@ -155,7 +154,7 @@ PRESETS["humanoid"] = PRESETS["ant"] | {"env_id": "Humanoid-v5"}
 def mlp(sizes: list[int], output_std: float) -> nn.Sequential:
     """Tanh layers of these widths, orthogonal weights, biases 0 (detail 2); the last is linear, with another gain."""
     layers: list[nn.Module] = []
-    for n_in, n_out in pairwise(sizes):
+    for n_in, n_out in zip(sizes[:-1], sizes[1:], strict=True):
         linear = nn.Linear(n_in, n_out)
         nn.init.orthogonal_(linear.weight, math.sqrt(2))
         nn.init.zeros_(linear.bias)
@@ -206,7 +205,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     recursion stops too, because the next row belongs to another one.
     """
     deltas = rewards + gamma * next_values * terminations.logical_not() - values
-    decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not()
+    decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not().to(rewards.dtype)
     advantages = deltas.clone()  # which is all of the last row's
     for t in reversed(range(len(rewards) - 1)):  # detail 5
         advantages[t] += decay[t] * advantages[t + 1]
@@ -265,7 +264,7 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
 def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches: Batch) -> Any:
     """A step of Adam (Kingma and Ba 2015) on each of n minibatches, tensors (n, minibatch size, ...), in turn; returns
     metrics, a dict of tensors (n,). `weights` are the agent's, in one vector; `adam` holds such vectors of the running
-    means of the gradient and its square, the learning rate, one or one a weight, and the number of steps."""
+    means of the gradient and its square, the learning rate (of all weights or of each), and the number of steps."""
     steps = []
     for minibatch in zip(*minibatches, strict=True):
         loss, metrics = ppo_loss(agent, args, Batch(*minibatch))
@@ -334,7 +333,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
     Raises FloatingPointError for a number that is not finite, WorkerError where an environment fails. A signal in
     `signals`, which `main` fills, ends the run after its update."""
-    args = replace(args)  # checked once more, for its fields may have been set since
+    args = replace(args)  # a checked copy
     torch.set_num_threads(1)  # networks this small gain nothing from more
     torch.manual_seed(args.seed)
     vec_env = make_envs(args, args.num_envs)
@@ -380,7 +379,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     except BlockingIOError:
         raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
     require(args.resume or not any(logdir.glob("*.pt")), f"{logdir} holds a run: --resume it or choose another.")
-    log.truncate(run.csv_size)
+    run.csv_size = log.truncate(min(run.csv_size, log.tell()))  # rows of updates that are not in the checkpoint
     vec_env.unwrapped.advice = f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}"
     commit = os.popen(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null").read().strip()
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
@@ -440,9 +439,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         results: list[dict[str, Tensor]] = []  # of each call of `update`
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=args.device)  # detail 6: each transition once an epoch
-            minibatches = (x.index_select(0, order).unflatten(0, (args.num_minibatches, -1)) for x in batch)
-            calls = zip(*(x.split(steps_per_call) for x in minibatches), strict=True)
-            epoch = [update(agent, args, weights, adam, Batch(*some)) for some in calls]
+            calls = order.view(-1, steps_per_call, args.batch_size // args.num_minibatches)  # (call, minibatch, index)
+            epoch = [update(agent, args, weights, adam, Batch(*(x[some] for x in batch))) for some in calls]
             results += epoch
             run.epochs += 1
             run.minibatch_updates += args.num_minibatches
@@ -488,7 +486,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         for name, value in record.items():
             if math.isfinite(value):
                 writer.add_scalar(name, value, run.global_step)
-        if run.rollouts == 1:
+        if run.csv_size == 0:
             print("global_step", *record, sep=",", file=log)
         print(run.global_step, *record.values(), sep=",", file=log, flush=True)
         run.csv_size = log.tell()
@@ -535,14 +533,15 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
+    require(path.exists(), f"There is no {path}: see --logdir and --checkpoint (an evaluation writes best.pt).")
     try:
         require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
-        require(state["format"] == FORMAT, "another format")
+        require(state["format"] == FORMAT, f"it is {state['format']}")
         state["args"] = {name: x for name, x in state["args"].items() if name in Args.__dataclass_fields__}
         env_id = Args(**state["args"] | HERE).env_id
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
-        raise OSError(f"{path} is missing (evaluations write best.pt), damaged or no {FORMAT}: {error!r:.99}") from None
+        raise OSError(f"{path} is damaged or no {FORMAT}: {error!r:.99}") from None
     trusted = ":" not in env_id or env_id in sys.argv or env_id.split(":")[0] in sys.modules
     require(trusted, f"{path} imports the module of {env_id}: if you trust it, add --env-id {env_id}.")
     return state
@@ -575,7 +574,7 @@ class PlayArgs:
 def play(options: PlayArgs) -> list[float]:
     """Play the policy of a checkpoint and print each episode's return; returns these. With --save-gif, film it."""
     check_ranges(options)
-    path = Path(options.logdir or "", options.checkpoint).with_suffix(".pt")
+    path = Path(options.logdir or "", options.checkpoint.removesuffix(".pt") + ".pt")
     checkpoint = load(path)
     args = Args(**checkpoint["args"] | HERE)
     render_mode = "human" if options.render else "rgb_array" if options.save_gif else None
@@ -625,6 +624,7 @@ def main(argv: list[str]) -> int:
 
     try:
         if argv[:1] == ["play"]:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # without a traceback
             play(tyro.cli(PlayArgs, prog=f"{SCRIPT}.py play", args=argv[1:], description=play.__doc__))
             return 0
         signal.signal(signal.SIGINT, receive)

@@ -24,7 +24,7 @@ MAX_FRAMES = 108_000  # half an hour of play, after which published results end 
 FIRE = 1
 
 
-class AtariError(RuntimeError):
+class AtariError(gym.error.Error):
     """A game that cannot be made; the message says, in one sentence, what to change or install."""
 
 

@@ -352,7 +352,7 @@ def test_policy_and_value_gradients_go_where_they_belong(script: ModuleType) -> 
 def test_a_step_is_that_of_torchs_adam(script: ModuleType, max_grad_norm: float | None) -> None:
     """Five minibatches beside torch.optim.Adam with epsilon 1e-5 (detail 3); gradients are clipped to their joint norm,
     small ones are not scaled up, and the logged norm is that before clipping."""
-    agent, batch, args = real_batch(script, max_grad_norm=max_grad_norm, vf_coef=3.0)
+    agent, batch, args = real_batch(script, max_grad_norm=max_grad_norm, vf_coef=30.0)
     other = copy.deepcopy(agent)
     optimizer = torch.optim.Adam(other.parameters(), lr=0.01, eps=1e-5)
     weights, adam = flat(agent, 0.01)
@@ -365,7 +365,7 @@ def test_a_step_is_that_of_torchs_adam(script: ModuleType, max_grad_norm: float 
         loss.backward()
         norm = nn.utils.clip_grad_norm_(other.parameters(), max_grad_norm or math.inf)
         optimizer.step()
-        assert max_grad_norm is None or norm > 1
+        assert max_grad_norm != 0.5 or norm > 1
         for name, value in (expected | {"grad_norm": norm}).items():
             torch.testing.assert_close(metrics[name][i], value, rtol=1e-3, atol=1e-5)
     # Where a gradient is zero but for rounding, a step of Adam has any sign: so all weights are judged as one.
