@@ -124,7 +124,8 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="run folders")
     parser.add_argument("--label", nargs="+", metavar="NAME", help="a name for each setting, in order")
-    parser.add_argument("-y", default="eval/mean_return", metavar="COLUMN", help="column of progress.csv")
+    parser.add_argument("-y", metavar="COLUMN", help="column of progress.csv; default: eval/mean_return, or "
+                        "rollout/episodic_return if there are less than three evaluations")  # fmt: skip
     parser.add_argument("--x", choices=list(OVER), nargs="+", default=list(OVER), help="default: a plot over each")
     parser.add_argument("--smooth", type=float, default=0, metavar="STEPS", help="average over so many steps")
     parser.add_argument("-o", type=Path, default=Path("curves.png"), metavar="FILE")
@@ -134,13 +135,15 @@ def main() -> None:
         if options.label and len(options.label) != len(settings):
             raise ValueError(f"There are {len(settings)} settings, but {len(options.label)} names after --label.")
         labels = options.label or list(settings)
-        curves = {label: [read_curve(folder, options.y, options.smooth) for folder in folders]
+        evaluations = [len(read_curve(folder, "eval/mean_return")["steps"]) for folder in options.runs]
+        y = options.y or ("eval/mean_return" if max(evaluations) > 2 else "rollout/episodic_return")
+        curves = {label: [read_curve(folder, y, options.smooth) for folder in folders]
                   for label, folders in zip(labels, settings.values(), strict=True)}  # fmt: skip
         if not any(len(curve["steps"]) for seeds in curves.values() for curve in seeds):
-            raise ValueError(f"{options.y} holds no number yet.")
+            raise ValueError(f"{y} holds no number yet.")
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    draw({"": curves}, options.o, options.y, options.x)
+    draw({"": curves}, options.o, y, options.x)
     print(options.o)
 
 
