@@ -68,7 +68,7 @@ class RunArgs:
     amp: bool = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # bfloat16 networks: slower where a CPU lacks it
     eval_every: int = 100_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 10  # episodes of an evaluation with deterministic actions, and as many with sampled ones
-    save_every: int = 100_000  # environment steps between writes of latest.pt; 0: only with evaluations
+    save_every: int = 100_000  # environment steps between writes of latest.pt; 0: at evaluations and the end
     track: str | None = None  # Weights & Biases project to log to as well (its WANDB_ENTITY, WANDB_RUN_GROUP work too)
 
 
@@ -246,7 +246,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     """
     deltas = rewards + gamma * next_values * terminations.logical_not() - values
     decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not().to(rewards.dtype)
-    advantages = deltas.clone()  # which is all of the last row's
+    advantages = deltas.clone()  # the last row's are complete: no row follows
     for t in reversed(range(len(rewards) - 1)):  # detail 5
         advantages[t] += decay[t] * advantages[t + 1]
     return advantages, advantages + values
@@ -302,9 +302,9 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
 
 
 def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches: Batch) -> Any:
-    """A step of Adam (Kingma and Ba 2015) on each of n minibatches, tensors (n, minibatch size, ...), in turn; returns
-    metrics, a dict of tensors (n,). `weights` are the agent's, in one vector; `adam` holds such vectors of the running
-    means of the gradient and its square, the learning rate (of all weights or of each), and the number of steps."""
+    """Change `weights`, which are the agent's in one vector, and `adam`: a step of Adam (Kingma and Ba 2015) on each of
+    n minibatches, tensors (n, minibatch size, ...), in turn. `adam` holds the running means of the gradient and of its
+    square, the learning rate (of all weights or of each) and the number of steps. Returns metrics, tensors (n,)."""
     steps = []
     for minibatch in zip(*minibatches, strict=True):
         loss, metrics = ppo_loss(agent, args, Batch(*minibatch))
@@ -371,7 +371,7 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
             final_info = infos.get("final_info", {})
             last_infos[n] = {name: x[n] for name, x in final_info.items() if isinstance(x, np.ndarray)}
             last_infos[n]["flag_get"] = bool(terminated[n] and last_infos[n].get("flag_get"))
-        running &= ~(terminated | truncated)
+        running &= ~(terminated | truncated) | infos.get("worker_restarted", False)  # a lost episode is played anew
     return returns, lengths, last_infos
 
 
@@ -393,8 +393,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     if checkpoint:
         load_policy(checkpoint, agent)
         require(checkpoint["args"]["shared_cnn"] == args.shared_cnn, f"{start} needs another value of --shared-cnn.")
-    weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # one long step costs half of many short ones
-    nn.utils.vector_to_parameters(weights, agent.parameters())  # which become views of that one vector
+    weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # all in one vector, for long steps of Adam
+    nn.utils.vector_to_parameters(weights, agent.parameters())  # views of it: what changes `weights` changes the agent
     adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": torch.zeros(())}
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
     torch._dynamo.config.recompile_limit = 1000  # of one process, which may be a sweep over many runs
@@ -478,7 +478,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         # --- bootstrap ------------------------------------------------------------------------------------------------
         obs, actions, log_probs, values, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # (num_steps, ...)
         rewards, ends, truncated, raw_rewards = (x.to(args.device, torch.float32) for x in others)
-        with torch.no_grad():
+        with torch.no_grad():  # next_values: the next row's values, but where a limit cut, the final observation's
             next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=args.device))[None]])
             if cuts:
                 times, indices, final_obs = zip(*cuts, strict=True)
@@ -495,7 +495,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=args.device)  # detail 6: each transition once an epoch
             calls = order.view(-1, steps_per_call, args.batch_size // num_minibatches)  # (call, minibatch, index)
-            epoch = [update(agent, loss_args, weights, adam, Batch(*(x[some] for x in batch))) for some in calls]
+            epoch = [update(agent, loss_args, weights, adam, Batch(*(x[indices] for x in batch))) for indices in calls]
             results += epoch
             run.epochs += 1
             run.minibatch_updates += num_minibatches
@@ -522,17 +522,17 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
                     scores |= {f"{kind}/{name}": float(x) for name, x in zip(EVALUATION, numbers, strict=True)}
             run.mean_return = scores["eval/mean_return"]
         # --- log ------------------------------------------------------------------------------------------------------
-        mean_return, mean_length, success_rate = np.mean(ended, axis=0).tolist() if ended else [math.nan] * 3
+        episodic_return, episodic_length, success_rate = np.mean(ended, axis=0).tolist() if ended else [math.nan] * 3
         if ended:
-            run.training_return, run.training_success = mean_return, success_rate
+            run.training_return, run.training_success = episodic_return, success_rate
         run.resets += len(ended)
         record = {f"train/{name}": value for name, value in metrics.items()} | {
             "train/explained_variance": explained_variance(batch.values, batch.returns),
             "train/value_abs_error": float((batch.values - batch.returns).abs().mean()),
             "train/learning_rate": float(adam["learning_rate"]),
             "train/ent_coef": float(ent_coef),
-            "rollout/episodic_return": mean_return,
-            "rollout/episodic_length": mean_length,
+            "rollout/episodic_return": episodic_return,
+            "rollout/episodic_length": episodic_length,
             "rollout/success_rate": success_rate,  # of Mario's episodes, those that reached the flag
             "rollout/mean_reward": raw_rewards.mean().item(),
             "time/sps": args.batch_size / seconds,
@@ -573,7 +573,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
         score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.game)
         print(f"best of all runs of this game: {score:.2f}, {best_run}")
-    if stopping:
+    if stopping and run.global_step < all_steps:
         print(vec_env.unwrapped.advice)
     return {"logdir": str(logdir), **vars(run)}
 
@@ -590,7 +590,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
-    require(path.exists(), f"There is no {path}: see --logdir and --checkpoint (an evaluation writes best.pt).")
+    require(path.is_file(), f"There is no file {path}: see --logdir and --checkpoint (an evaluation writes best.pt).")
     try:
         require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -599,7 +599,7 @@ def load(path: Path) -> dict[str, Any]:
         env_id = Args(**state["args"] | HERE).env_id
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
         raise OSError(f"{path} is damaged or no {FORMAT}: {error!r:.99}") from None
-    trusted = ":" not in env_id or env_id in sys.argv or env_id.split(":")[0] in sys.modules
+    trusted = ":" not in env_id or any(x.endswith(env_id) for x in sys.argv) or env_id.split(":")[0] in sys.modules
     require(trusted, f"{path} imports the module of {env_id}: if you trust it, add --env-id {env_id}.")
     return state
 
@@ -660,7 +660,7 @@ def preset(*names: str, **flags: Any) -> Args:
 
 def parse_args(argv: list[str]) -> Args:
     """Arguments from the run to --resume, the presets of --configs from left to right, and flags: the last one wins."""
-    first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)
+    first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)  # only its configs and resume
     values = load(Path(first.logdir, "latest.pt"))["args"] if first.resume and first.logdir else {}
     for name in first.configs:
         require(name in PRESETS, f"There is no preset {name}; there are {', '.join(PRESETS)}.")

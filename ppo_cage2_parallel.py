@@ -67,7 +67,7 @@ class RunArgs:
     compile: bool = True  # torch.compile the gradient steps: training is 1.5 times as fast, after 10 to 30 s
     eval_every: int = 1_000_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 200  # episodes of an evaluation against each red agent, fixed seeds, deterministic actions
-    save_every: int = 2_000_000  # environment steps between writes of latest.pt; 0: only with evaluations
+    save_every: int = 2_000_000  # environment steps between writes of latest.pt; 0: at evaluations and the end
     track: str | None = None  # Weights & Biases project to log to as well (its WANDB_ENTITY, WANDB_RUN_GROUP work too)
 
 
@@ -257,7 +257,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     """
     deltas = rewards + gamma * next_values * terminations.logical_not() - values
     decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not().to(rewards.dtype)
-    advantages = deltas.clone()  # which is all of the last row's
+    advantages = deltas.clone()  # the last row's are complete: no row follows
     for t in reversed(range(len(rewards) - 1)):  # detail 5
         advantages[t] += decay[t] * advantages[t + 1]
     return advantages, advantages + values
@@ -313,9 +313,9 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
 
 
 def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches: Batch) -> Any:
-    """A step of Adam (Kingma and Ba 2015) on each of n minibatches, tensors (n, minibatch size, ...), in turn; returns
-    metrics, a dict of tensors (n,). `weights` are the agent's, in one vector; `adam` holds such vectors of the running
-    means of the gradient and its square, the learning rate (of all weights or of each), and the number of steps."""
+    """Change `weights`, which are the agent's in one vector, and `adam`: a step of Adam (Kingma and Ba 2015) on each of
+    n minibatches, tensors (n, minibatch size, ...), in turn. `adam` holds the running means of the gradient and of its
+    square, the learning rate (of all weights or of each) and the number of steps. Returns metrics, tensors (n,)."""
     steps = []
     for minibatch in zip(*minibatches, strict=True):
         loss, metrics = ppo_loss(agent, args, Batch(*minibatch))
@@ -413,8 +413,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
                 print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
     if checkpoint:
         load_policy(checkpoint, agent)
-    weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # one long step costs half of many short ones
-    nn.utils.vector_to_parameters(weights, agent.parameters())  # which become views of that one vector
+    weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # all in one vector, for long steps of Adam
+    nn.utils.vector_to_parameters(weights, agent.parameters())  # views of it: what changes `weights` changes the agent
     adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": torch.zeros(())}
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
     torch._dynamo.config.recompile_limit = 1000  # of one process, which may be a sweep over many runs
@@ -490,7 +490,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         # --- bootstrap ------------------------------------------------------------------------------------------------
         obs, actions, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # (num_steps, num_envs, ...)
         rewards, terminated, truncated, raw_rewards = (x.to(args.device, torch.float32) for x in others)
-        with torch.no_grad():
+        with torch.no_grad():  # next_values: the next row's values, but where a limit cut, the final observation's
             log_probs, values = look_back(agent, obs, actions)
             next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=args.device))[None]])
             if cuts:
@@ -507,7 +507,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=args.device)  # detail 6: each transition once an epoch
             calls = order.view(-1, steps_per_call, args.batch_size // args.num_minibatches)  # (call, minibatch, index)
-            epoch = [update(agent, loss_args, weights, adam, Batch(*(x[some] for x in batch))) for some in calls]
+            epoch = [update(agent, loss_args, weights, adam, Batch(*(x[indices] for x in batch))) for indices in calls]
             results += epoch
             run.epochs += 1
             run.minibatch_updates += args.num_minibatches
@@ -535,17 +535,17 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             if math.isnan(run.first_return):
                 run.first_return = evaluation["mean_return"]
         # --- log ------------------------------------------------------------------------------------------------------
-        mean_return, mean_length, _ = np.mean(ended, axis=0).tolist() if ended else [math.nan] * 3
+        episodic_return, episodic_length, _ = np.mean(ended, axis=0).tolist() if ended else [math.nan] * 3
         if ended:
-            run.training_return = mean_return
+            run.training_return = episodic_return
         run.resets += len(ended)
         record = {f"train/{name}": value for name, value in metrics.items()} | {
             "train/explained_variance": explained_variance(batch.values, batch.returns),
             "train/value_abs_error": float((batch.values - batch.returns).abs().mean()),
             "train/learning_rate": float(adam["learning_rate"]),
             "train/ent_coef": float(ent_coef),
-            "rollout/episodic_return": mean_return,
-            "rollout/episodic_length": mean_length,
+            "rollout/episodic_return": episodic_return,
+            "rollout/episodic_length": episodic_length,
             "rollout/mean_reward": raw_rewards.mean().item(),
             "time/sps": args.batch_size / seconds,
             "counters/train_steps": run.rollouts * args.num_steps,
@@ -591,7 +591,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
         best_score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.game)
         print(f"best of all runs of this game: {best_score:.2f}, {best_run}")
-    if stopping:
+    if stopping and run.global_step < all_steps:
         print(vec_env.unwrapped.advice)
     return {"logdir": str(logdir), **vars(run)}
 
@@ -608,7 +608,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
-    require(path.exists(), f"There is no {path}: see --logdir and --checkpoint (an evaluation writes best.pt).")
+    require(path.is_file(), f"There is no file {path}: see --logdir and --checkpoint (an evaluation writes best.pt).")
     try:
         require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -617,7 +617,7 @@ def load(path: Path) -> dict[str, Any]:
         env_id = Args(**state["args"] | HERE).env_id
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
         raise OSError(f"{path} is damaged or no {FORMAT}: {error!r:.99}") from None
-    trusted = ":" not in env_id or env_id in sys.argv or env_id.split(":")[0] in sys.modules
+    trusted = ":" not in env_id or any(x.endswith(env_id) for x in sys.argv) or env_id.split(":")[0] in sys.modules
     require(trusted, f"{path} imports the module of {env_id}: if you trust it, add --env-id {env_id}.")
     return state
 
@@ -773,7 +773,7 @@ def preset(*names: str, **flags: Any) -> Args:
 
 def parse_args(argv: list[str]) -> Args:
     """Arguments from the run to --resume, the presets of --configs from left to right, and flags: the last one wins."""
-    first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)
+    first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)  # only its configs and resume
     values = load(Path(first.logdir, "latest.pt"))["args"] if first.resume and first.logdir else {}
     for name in first.configs:
         require(name in PRESETS, f"There is no preset {name}; there are {', '.join(PRESETS)}.")

@@ -60,7 +60,7 @@ class RunArgs:
     compile: bool = True  # torch.compile the gradient steps: HalfCheetah is 3 times as fast, after 10 to 30 s
     eval_every: int = 100_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 10  # episodes of an evaluation, with fixed seeds and deterministic actions
-    save_every: int = 100_000  # environment steps between writes of latest.pt; 0: only with evaluations
+    save_every: int = 100_000  # environment steps between writes of latest.pt; 0: at evaluations and the end
     track: str | None = None  # Weights & Biases project to log to as well (its WANDB_ENTITY, WANDB_RUN_GROUP work too)
 
 
@@ -206,7 +206,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     """
     deltas = rewards + gamma * next_values * terminations.logical_not() - values
     decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not().to(rewards.dtype)
-    advantages = deltas.clone()  # which is all of the last row's
+    advantages = deltas.clone()  # the last row's are complete: no row follows
     for t in reversed(range(len(rewards) - 1)):  # detail 5
         advantages[t] += decay[t] * advantages[t + 1]
     return advantages, advantages + values
@@ -262,9 +262,9 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
 
 
 def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches: Batch) -> Any:
-    """A step of Adam (Kingma and Ba 2015) on each of n minibatches, tensors (n, minibatch size, ...), in turn; returns
-    metrics, a dict of tensors (n,). `weights` are the agent's, in one vector; `adam` holds such vectors of the running
-    means of the gradient and its square, the learning rate (of all weights or of each), and the number of steps."""
+    """Change `weights`, which are the agent's in one vector, and `adam`: a step of Adam (Kingma and Ba 2015) on each of
+    n minibatches, tensors (n, minibatch size, ...), in turn. `adam` holds the running means of the gradient and of its
+    square, the learning rate (of all weights or of each) and the number of steps. Returns metrics, tensors (n,)."""
     steps = []
     for minibatch in zip(*minibatches, strict=True):
         loss, metrics = ppo_loss(agent, args, Batch(*minibatch))
@@ -308,7 +308,7 @@ def make_envs(args: Args, num_envs: int, statistics: Any = None, render_mode: st
     vec_env = ClipAction(vec_env)  # detail 27: only the environments see the clipped ones
     if statistics is None and args.norm_reward:  # details 30, 31
         vec_env = NormalizeReward(vec_env, args.gamma)
-    training, clip = statistics is None and args.norm_obs, 10.0 if args.norm_obs else math.inf
+    training, clip = (statistics is None, 10.0) if args.norm_obs else (False, math.inf)
     return NormalizeObservation(vec_env, statistics, training, clip)  # details 28, 29
 
 
@@ -318,13 +318,13 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
     returns, lengths = np.zeros(vec_env.num_envs), np.zeros(vec_env.num_envs, dtype=int)
     running = np.ones(vec_env.num_envs, dtype=bool)  # only the first episode of each environment counts
     obs, _ = vec_env.reset(seed=seed)
-    limit = getattr(vec_env.unwrapped.spec, "max_episode_steps", None) or 1000  # of a task without an end, too
+    limit = getattr(vec_env.unwrapped.spec, "max_episode_steps", None) or 1000  # without a time limit: 1,000 steps
     while running.any() and lengths.max() < limit:
         policy = agent.policy(torch.as_tensor(obs, device=next(agent.parameters()).device))
         actions = policy.mode if deterministic else policy.sample()
         obs, _, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
         returns[running], lengths[running] = infos["episode_return"][running], infos["episode_length"][running]
-        running &= ~(terminated | truncated)
+        running &= ~(terminated | truncated) | infos.get("worker_restarted", False)  # a lost episode is played anew
     return returns, lengths
 
 
@@ -342,8 +342,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     checkpoint = load(Path(start)) if start else {}
     if checkpoint:
         load_policy(checkpoint, agent, vec_env.statistics)
-    weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # one long step costs half of many short ones
-    nn.utils.vector_to_parameters(weights, agent.parameters())  # which become views of that one vector
+    weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # all in one vector, for long steps of Adam
+    nn.utils.vector_to_parameters(weights, agent.parameters())  # views of it: what changes `weights` changes the agent
     actor_rate, critic_rate = args.learning_rate, args.critic_learning_rate or args.learning_rate
     rates = ((p, critic_rate if name.startswith("critic") else actor_rate) for name, p in agent.named_parameters())
     learning_rates = nn.utils.parameters_to_vector(torch.full_like(p, rate) for p, rate in rates)
@@ -380,7 +380,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
     require(args.resume or not any(logdir.glob("*.pt")), f"{logdir} holds a run: --resume it or choose another.")
     run.csv_size = log.truncate(min(run.csv_size, log.tell()))  # rows of updates that are not in the checkpoint
-    vec_env.unwrapped.advice = f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}"
+    vec_env.unwrapped.advice = f"Continue with: python {sys.argv[0]} --env-id {args.env_id} --resume --logdir {logdir}"
     commit = os.popen(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null").read().strip()
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
@@ -416,7 +416,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         # --- bootstrap ------------------------------------------------------------------------------------------------
         obs, actions, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # (num_steps, num_envs, ...)
         rewards, terminated, truncated, raw_rewards = (x.to(args.device, torch.float32) for x in others)
-        with torch.no_grad():  # one pass over the whole rollout gives what num_steps small ones would have given
+        with torch.no_grad():  # next_values: the next row's values, but where a limit cut, the final observation's
             policy, values = agent(obs.flatten(0, 1))
             log_probs, values = policy.log_prob(actions.flatten(0, 1)).view_as(rewards), values.view_as(rewards)
             next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=args.device))[None]])
@@ -429,7 +429,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             share = args.average_reward_rate if run.rollouts > 0 else 1.0
             run.average_reward += share * (rewards.mean().item() - run.average_reward)
             rewards, gamma = rewards - run.average_reward, 1.0
-            # A fall does not end the task: next_values there are those of the reset state, and only here they count.
+            # A fall is no end here: V(s') after it is the reset state's, which is the next row's, and it counts.
             terminated, truncated = torch.zeros_like(terminated), truncated * (1 - terminated)
         advantages, returns = compute_gae(rewards, values, next_values, terminated, truncated, gamma, args.gae_lambda)
         if args.norm_adv in ("batch", "per_env"):
@@ -440,7 +440,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=args.device)  # detail 6: each transition once an epoch
             calls = order.view(-1, steps_per_call, args.batch_size // args.num_minibatches)  # (call, minibatch, index)
-            epoch = [update(agent, args, weights, adam, Batch(*(x[some] for x in batch))) for some in calls]
+            epoch = [update(agent, args, weights, adam, Batch(*(x[indices] for x in batch))) for indices in calls]
             results += epoch
             run.epochs += 1
             run.minibatch_updates += args.num_minibatches
@@ -462,9 +462,9 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
                 eval_returns, eval_lengths = evaluate(agent, eval_envs)
             run.mean_return = float(eval_returns.mean())
         # --- log ------------------------------------------------------------------------------------------------------
-        mean_return, mean_length, mean_LTA = np.mean(ended, axis=0).tolist() if ended else [math.nan] * 3
+        episodic_return, episodic_length, LTA = np.mean(ended, axis=0).tolist() if ended else [math.nan] * 3
         if ended:
-            run.best_LTA, run.training_return = max(run.best_LTA, mean_LTA), mean_return
+            run.best_LTA, run.training_return = max(run.best_LTA, LTA), episodic_return
         run.resets += len(ended)
         record = {f"train/{name}": value for name, value in metrics.items()} | {
             "train/explained_variance": explained_variance(batch.values, batch.returns),
@@ -472,9 +472,9 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             "train/learning_rate": args.learning_rate * annealing,
             "train/average_reward": run.average_reward,
             "train/best_LTA": run.best_LTA,
-            "rollout/episodic_return": mean_return,
-            "rollout/episodic_length": mean_length,
-            "rollout/LTA_return": mean_LTA,  # long-term average: return / length
+            "rollout/episodic_return": episodic_return,
+            "rollout/episodic_length": episodic_length,
+            "rollout/LTA_return": LTA,  # long-term average: return / length
             "rollout/mean_reward": raw_rewards.mean().item(),
             "eval/mean_return": eval_returns.mean(),
             "eval/std_return": eval_returns.std(),
@@ -516,7 +516,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
         score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.env_id)
         print(f"best of all runs of {args.env_id}: {score:.2f}, {best_run}")
-    if stopping:
+    if stopping and run.global_step < all_steps:
         print(vec_env.unwrapped.advice)
     return {"logdir": str(logdir), **vars(run)}
 
@@ -533,7 +533,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
-    require(path.exists(), f"There is no {path}: see --logdir and --checkpoint (an evaluation writes best.pt).")
+    require(path.is_file(), f"There is no file {path}: see --logdir and --checkpoint (an evaluation writes best.pt).")
     try:
         require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -542,7 +542,7 @@ def load(path: Path) -> dict[str, Any]:
         env_id = Args(**state["args"] | HERE).env_id
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
         raise OSError(f"{path} is damaged or no {FORMAT}: {error!r:.99}") from None
-    trusted = ":" not in env_id or env_id in sys.argv or env_id.split(":")[0] in sys.modules
+    trusted = ":" not in env_id or any(x.endswith(env_id) for x in sys.argv) or env_id.split(":")[0] in sys.modules
     require(trusted, f"{path} imports the module of {env_id}: if you trust it, add --env-id {env_id}.")
     return state
 
@@ -600,7 +600,7 @@ def preset(*names: str, **flags: Any) -> Args:
 
 def parse_args(argv: list[str]) -> Args:
     """Arguments from the run to --resume, the presets of --configs from left to right, and flags: the last one wins."""
-    first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)
+    first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)  # only its configs and resume
     values = load(Path(first.logdir, "latest.pt"))["args"] if first.resume and first.logdir else {}
     for name in first.configs:
         require(name in PRESETS, f"There is no preset {name}; there are {', '.join(PRESETS)}.")

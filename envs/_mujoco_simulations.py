@@ -35,7 +35,6 @@ def _load_mujoco() -> ctypes.CDLL:
         ("mjb_apply", integer, [pointer, pointer, integer, pointer, pointer, integer]),
         ("mjb_status", ctypes.POINTER(integer), [pointer]),
         ("mjb_error", text, [pointer, integer]),
-        ("mjb_getData", None, [pointer, integer, pointer]),
     ]
     for name, result, arguments in signatures:
         function = getattr(lib, name)
@@ -114,10 +113,6 @@ class Simulations:
     def forward(self, ids: Array | None = None) -> None:
         """mj_forward."""
         self._check(_LIB.mjb_forward(self._batch, *self._ids(ids), _ALL_STAGES))
-
-    def copy_data(self, index: int, data: mujoco.MjData) -> None:
-        """Write simulation `index`, derived fields included, into `data`."""
-        _LIB.mjb_getData(self._batch, index, data._address)
 
     def _ids(self, ids: Array | None) -> tuple[int | None, int]:
         return (None, self.num) if ids is None else (ids.ctypes.data, len(ids))

@@ -15,7 +15,7 @@ from envs.state import NoState
 class EpisodeStatistics(VectorWrapper):
     """Adds to the infos of every step, each (num_envs,): `raw_reward`, the reward before any wrapper around this one
     changes it, and `episode_return` and `episode_length` of the episodes under way, those that just ended included; and
-    `ended`, of which there are as many as have just ended: (return, length, return / length).
+    `ended`, of the episodes that have just ended and were not lost with a worker: (return, length, return / length).
 
     Put it next to the environments. An observation or a reward that is not finite raises FloatingPointError before
     anything can learn from it. `set_state` returns whether the environments go on where they were saved: it is False
@@ -43,7 +43,9 @@ class EpisodeStatistics(VectorWrapper):
         self.returns, self.lengths = self.returns + rewards, self.lengths + 1  # new ones: the infos keep them
         infos |= {"raw_reward": rewards, "episode_return": self.returns, "episode_length": self.lengths}
         ended = np.flatnonzero(terminations | truncations)
-        infos["ended"] = [(self.returns[n], self.lengths[n], self.returns[n] / self.lengths[n]) for n in ended]
+        lost = infos.get("worker_restarted", np.zeros(self.num_envs, bool))  # with their worker, in mid-episode
+        infos["ended"] = [(self.returns[n], self.lengths[n], self.returns[n] / self.lengths[n])
+                          for n in ended if not lost[n]]  # fmt: skip
         if ended.size:
             self.returns, self.lengths = self.returns.copy(), self.lengths.copy()
             self.returns[ended], self.lengths[ended] = 0.0, 0

@@ -142,16 +142,12 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
             num_threads = len(os.sched_getaffinity(0))
         if num_envs < 1 or num_threads < 1:
             raise ValueError(f"num_envs={num_envs} and num_threads={num_threads} must both be at least 1.")
-        if str(make_kwargs.get("render_mode")).endswith("_list"):
-            raise ValueError(f"render_mode={make_kwargs['render_mode']!r} would collect the frames of steps that this "
-                             "environment does not make one by one: use 'rgb_array'.")  # fmt: skip
-        self._template = gym.make(env_id, **{"render_mode": "rgb_array", **make_kwargs})
+        self._template = gym.make(env_id, **make_kwargs)
         env: Any = self._template.unwrapped
-        self._template.reset(seed=0)  # it will not render before
         self.num_envs = num_envs
         self.autoreset_mode = AutoresetMode(autoreset_mode)
         self.metadata = {**env.metadata, "autoreset_mode": self.autoreset_mode}
-        self.spec, self.render_mode = self._template.spec, env.render_mode
+        self.spec = self._template.spec
         self.single_observation_space = self._template.observation_space
         self.single_action_space = self._template.action_space
         self.observation_space = batch_space(self.single_observation_space, num_envs)
@@ -336,8 +332,6 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
         if given != mine:
             raise ValueError(f"The state is of {given[0]} {given[1]}, the environment is {mine[0]} {mine[1]}.")
         self._sims.state[...] = state["physics"]
-        self._sims.forward()  # for render(): fills the derived fields, but touches the warm start
-        self._sims.state[...] = state["physics"]
         # not recomputed, since MuJoCo's derived positions lie one substep behind its state
         self._position = state["position"].copy()
         self._restored_obs = state["observations"].copy()
@@ -346,13 +340,6 @@ class MujocoBatchVecEnv(VectorEnv[Array, Array, Array]):
             generator.bit_generator.state = saved
         self._seeds = [-1] * self.num_envs
         self._ready_in = self._process if state["was_reset"] else None
-
-    def render(self) -> tuple[Any, ...] | None:
-        """A tuple of one frame, of environment 0: (height, width, 3) uint8 in the default mode rgb_array."""
-        self._check_usable()
-        env: Any = self._template.unwrapped
-        self._sims.copy_data(0, env.data)
-        return (self._template.render(),)
 
     def close_extras(self, **kwargs: Any) -> None:
         """Stop the threads and free the simulations."""

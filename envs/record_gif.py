@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,14 @@ class RecordGif(VectorWrapper):
         self.folder, self.max_frames, self.prefix = Path(folder), max_frames, prefix
         render_fps = env.metadata.get("render_fps", fps)
         self.every = max(1, math.ceil(render_fps / fps))
-        self.milliseconds = 1000 * self.every // render_fps
+        self.hundredths = 100 * self.every / render_fps  # of a second, for a picture
         self.pictures: list[PIL.Image.Image] = []
         self.episodes, self.episode_return, self.length = 0, 0.0, 0
+
+    def reset(self, **kwargs):
+        if self.pictures:  # of an episode that was left before its end
+            self.save()
+        return self.env.reset(**kwargs)
 
     def step(self, actions):
         if self.length % self.every == 0 and len(self.pictures) < self.max_frames:
@@ -49,7 +55,9 @@ class RecordGif(VectorWrapper):
         name = f"{self.prefix}episode_{self.episodes:03d}_return_{self.episode_return:.0f}_steps_{self.length}.gif"
         self.folder.mkdir(parents=True, exist_ok=True)
         first, *others = self.pictures
-        first.save(self.folder / name, save_all=True, append_images=others, duration=self.milliseconds, loop=0)
+        times = [round(i * self.hundredths) for i in range(len(self.pictures) + 1)]  # GIF counts whole ones
+        durations = [10 * (end - start) for start, end in pairwise(times)]
+        first.save(self.folder / name, save_all=True, append_images=others, duration=durations, loop=0)
         print(self.folder / name, flush=True)
         self.pictures, self.episode_return, self.length = [], 0.0, 0
 

@@ -426,7 +426,7 @@ def test_a_search_killed_anywhere_goes_on_and_ends_alike(cage2: ModuleType, tmp_
 
 
 def test_a_damaged_history_is_named(cage2: ModuleType, tmp_path: Path) -> None:
-    for text in (b"no json", b"{}", b"\xff"):
+    for text in (b"no json", b"{}", b"[]", b'{"settings": [], "history": []}', b"\xff"):
         (tmp_path / "history.json").write_bytes(text)
         with pytest.raises(OSError, match=r"history\.json"):
             run_search(cage2, tmp_path)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -59,6 +61,16 @@ def test_returns_and_lengths_are_those_of_each_episode_also_in_the_step_that_end
         lengths[terminations | truncations] = 0
         num_ended += int((terminations | truncations).sum())
     assert num_ended > 5
+    vec_env.close()
+
+
+def test_an_episode_that_is_lost_with_its_worker_is_not_counted() -> None:
+    vec_env: Any = vectorize(partial(gym.make, "KnownValues-v0", max_episode_steps=50), 2, 2, 60.0, "restart")
+    vec_env.reset(seed=1)
+    os.kill(vec_env.env._pool.workers[0].process.pid, signal.SIGKILL)
+    _, _, terminations, truncations, infos = vec_env.step(np.zeros((2, 1), np.float32))
+    assert truncations[0]
+    assert len(infos["ended"]) == terminations[1] + truncations[1]
     vec_env.close()
 
 

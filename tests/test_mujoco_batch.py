@@ -246,7 +246,6 @@ WRONG: list[tuple[Any, str]] = [
     (lambda: MujocoBatchVecEnv("CartPole-v1", 2), "is none of Ant-v5"),
     (lambda: MujocoBatchVecEnv("Hopper-v5", 0), "num_envs=0"),
     (lambda: MujocoBatchVecEnv("Hopper-v5", 2, -1), "num_threads=-1"),
-    (lambda: MujocoBatchVecEnv("Hopper-v5", 2, render_mode="rgb_array_list"), "use 'rgb_array'"),
     (lambda: begun("Hopper-v5", 2, seed=[1, 2, 3]), "2 environments but 3 seeds"),
     (lambda: begun("Hopper-v5", 2).set_state(begun("Ant-v5", 2).get_state()), r"Ant-v5 .*Hopper-v5"),
     (lambda: begun("Ant-v5", 3).set_state(begun("Ant-v5", 2).get_state()), r"\(2, \d+\).*\(3, \d+\)"),
@@ -278,7 +277,7 @@ def test_mistakes_are_answered_in_one_sentence() -> None:
         assert envs.step(np.zeros((2, 3), dtype))[1].dtype == np.float64
     envs.close()
     envs.close()
-    for call in (envs.reset, envs.get_state, envs.render, lambda: envs.step(np.zeros((2, 3)))):
+    for call in (envs.reset, envs.get_state, lambda: envs.step(np.zeros((2, 3)))):
         with pytest.raises(ClosedEnvironmentError):
             call()
 
@@ -334,17 +333,6 @@ assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
 envs.step(np.zeros((4, 3)))
 print("parent goes on")
 """
-RENDER = """
-one = gym.make("Hopper-v5", render_mode="rgb_array", width=64, height=48)
-one.reset(seed=0)
-first = one.render()
-for _ in range(12):
-    one.step(np.ones(3)), envs.step(np.ones((4, 3)))
-(frame,) = envs.render()
-assert frame.shape == (48, 64, 3) and frame.dtype == np.uint8
-assert (frame == one.render()).all() and (frame != first).any()
-print("same picture")
-"""
 
 
 def test_a_user_sees_no_noise_and_finds_no_log_file(tmp_path: Path) -> None:
@@ -369,10 +357,3 @@ def test_other_warnings_of_mujoco_become_warnings_also_from_its_own_threads(tmp_
 def test_a_forked_child_is_told_and_can_leave_while_the_parent_goes_on(tmp_path: Path) -> None:
     done = python("-c", BATCH + FORK, folder=tmp_path)
     assert done.stdout == "parent goes on\n", done.stderr
-
-
-def test_render_shows_environment_0_as_gymnasium_does(tmp_path: Path) -> None:
-    done = python("-c", BATCH + RENDER, folder=tmp_path)  # on a machine without a display, where EGL is chosen
-    if "GL" in done.stderr and "same picture" not in done.stdout:
-        pytest.skip("this machine cannot render")
-    assert done.stdout == "same picture\n", done.stderr

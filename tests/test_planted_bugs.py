@@ -162,8 +162,8 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
             "torch.randint(len(batch.obs), (len(batch.obs),),",
         ),
         "rows of a minibatch are of different transitions": (
-            "Batch(*(x[some] for x in batch))",
-            "Batch(*(x[some[:, torch.randperm(some.shape[1])]] for x in batch))",
+            "Batch(*(x[indices] for x in batch))",
+            "Batch(*(x[indices[:, torch.randperm(indices.shape[1])]] for x in batch))",
         ),
     },
     "test_loops::test_there_are_exactly_num_updates[linear]": {

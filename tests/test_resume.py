@@ -218,6 +218,13 @@ def test_an_extended_run_anneals_towards_its_new_end(run_tiny: Run, capsys: pyte
     assert "--num-envs is 8 from now on; it was 4." in capsys.readouterr().out
 
 
+def test_a_run_whose_log_is_gone_goes_on_with_a_new_one(run_tiny: Run) -> None:
+    logdir = Path(run_tiny(total_timesteps=128)["logdir"])
+    (logdir / "progress.csv").unlink()
+    run_tiny(logdir=logdir, total_timesteps=256, resume=True)
+    assert columns(logdir)["global_step"].tolist() == [192, 256]
+
+
 @pytest.mark.parametrize("style", ["--logdir {}", "--logdir={}"])
 def test_the_command_line_resumes_a_run(continuous: ModuleType, run_main: Any, tmp_path: Path, style: str) -> None:
     """`--resume --logdir D` is enough, flags given now win, and what they change is said. A finished run stays as it
