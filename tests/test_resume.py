@@ -222,7 +222,7 @@ def test_a_run_whose_log_is_gone_goes_on_with_a_new_one(run_tiny: Run) -> None:
     logdir = Path(run_tiny(total_timesteps=128)["logdir"])
     (logdir / "progress.csv").unlink()
     run_tiny(logdir=logdir, total_timesteps=256, resume=True)
-    assert columns(logdir)["global_step"].tolist() == [192, 256]
+    assert list(columns(logdir)["global_step"]) == [192, 256]
 
 
 @pytest.mark.parametrize("style", ["--logdir {}", "--logdir={}"])
