@@ -97,8 +97,8 @@ WINNER = (-3.47, -5.64, 0, -6.41, -8.69, 0, -13.76, -16.6, 0)
 SECOND = (-3.48, -6.47, 0, -5.85, -10.33, 0, -11.39, -19.38, 0)
 DISCOUNTED = "--average-reward-rate None --gamma"
 MARIO = {f"{world}-{level}": "" for world in range(1, 9) for level in range(1, 5)} | {
-    "1-1,1-4,3-2,4-1": "--total-timesteps 3000000 --torch-threads 2",
-    "1-1,1-3,1-4,3-2,4-1": "--total-timesteps 3500000 --torch-threads 2",
+    "1-1,1-4,3-2,4-1": "--total-timesteps 3000000",
+    "1-1,1-3,1-4,3-2,4-1": "--total-timesteps 3500000",
 }  # stage or stages of one network -> length
 QUEUES = "ppo_continuous_mujoco.py --configs queue --env-id ThreeQueue-v0 --total-timesteps 204800"
 SUITES: dict[str, Suite] = {
