@@ -490,9 +490,10 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             print("global_step", *record, sep=",", file=log)
         print(run.global_step, *record.values(), sep=",", file=log, flush=True)
         run.csv_size = log.tell()
-        minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60 if run.global_step > first else np.nan
+        minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
+        left = f", {minutes:.1f} min left" if run.global_step > first else ""  # the first update also warms up
         line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
-        line += f"evaluation {run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}, {minutes:.1f} min left"
+        line += f"evaluation {run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}{left}"
         is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
         print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
         # --- save -----------------------------------------------------------------------------------------------------
@@ -508,9 +509,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
                 (logdir / "best.json").write_text(json.dumps({"problem": args.env_id, "score": run.best_return}))
             save(logdir / "latest.pt", state)
 
-    vec_env.close()
-    writer.close()
-    log.close()
+    for resource in (vec_env, writer, log):
+        resource.close()
     print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a bad best.json costs only this line
         runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]

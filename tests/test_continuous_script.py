@@ -322,6 +322,7 @@ def test_a_terminal_shows_one_live_line(run_tiny: Run, monkeypatch: pytest.Monke
     assert [text.partition(" steps, ")[0] for text in live] == ["64", "128", "192"]
     assert "\n" not in live[0] + live[1]
     assert live[2].count("\n") == 3  # the last one, the summary, and the best of all runs
+    assert live[0].endswith("KL 0.0000")  # no estimate from the update that warms up
     assert re.search(r"return -\d+\.\d\d, evaluation nan, KL \S+, \d+\.\d min left$", live[1])
 
 
