@@ -25,7 +25,16 @@ import matplotlib.figure
 import numpy as np
 
 from benchmarks.cage2_pictures import draw_places, draw_search
-from benchmarks.common import QUICK_RESULTS, ROOT, machine_info, machine_line, markdown_table, parser_of, write_results
+from benchmarks.common import (
+    QUICK_RESULTS,
+    ROOT,
+    at_least_one,
+    machine_info,
+    machine_line,
+    markdown_table,
+    parser_of,
+    write_results,
+)
 from envs.cage2.search import DISCORDANT, next_order
 from envs.cage2.workflow import ORDERS, parse_workflow
 
@@ -133,7 +142,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="a trial of a search of two orders, into runs/bench")
     parser.add_argument("folders", nargs="*", type=Path, help="of searches")
-    parser.add_argument("--replays", type=int, default=200, help="of each rule")
+    parser.add_argument("--replays", type=at_least_one, default=200, help="of each rule")
     options = parser.parse_args()
     if options.quick and not options.folders:
         options.folders = [QUICK_RESULTS / "cage2_search"]
@@ -179,13 +188,14 @@ def main() -> None:
         page += markdown_table(["red agent", "rule", "regret ± standard error", "of random's", "best order found",
                                 "regret, look-ups with noise"], rows)  # fmt: skip
         page += "\n![returns, regrets and places](cage2_workflows.png)\n"
+    pictures = {f"cage2_workflows_{folder.name}.png": search
+                for folder, search in zip(options.folders, searches, strict=True) if search not in tables}  # fmt: skip
+    page += "".join(f"\n![a search of {len(x['workflows'])} orders]({name})\n" for name, x in pictures.items())
     folder = write_results("cage2_workflows", data, page + "\n" + machine_line(data["machine"]), options.quick)
     if tables:
         draw(tables, regrets, folder / "cage2_workflows.png")
-    for search in searches:
-        if len(search["workflows"]) < len(ORDERS):
-            name = f"cage2_workflows_search_{search['settings']['red_agent']}.png"
-            draw_search(search["history"], search["settings"], folder / name)
+    for name, search in pictures.items():
+        draw_search(search["history"], search["settings"], folder / name)
 
 
 if __name__ == "__main__":

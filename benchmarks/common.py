@@ -12,6 +12,7 @@ import argparse
 import csv
 import json
 import math
+import multiprocessing
 import os
 import platform
 import statistics
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -140,24 +142,10 @@ def interleave(candidates: Mapping[str, Callable[[], float]], rounds: int) -> di
     return figures
 
 
-CALL = """
-import importlib, json, sys
-module, name, arguments = sys.argv[1:]
-print(json.dumps(getattr(importlib.import_module(module), name)(**json.loads(arguments))))
-"""
-
-
 def in_fresh_process(function: Callable[..., Any], **arguments: Any) -> Any:
-    """`function(**arguments)` in a process of its own; what goes in and comes out is JSON. Raises RuntimeError with
-    the end of its standard error if it fails."""
-    module = function.__module__
-    if module == "__main__":
-        module = sys.modules["__main__"].__spec__.name  # type: ignore[union-attr]
-    command = [sys.executable, "-c", CALL, module, function.__name__, json.dumps(arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{module}.{function.__name__}({arguments}) failed:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    """`function(**arguments)` in a new process. What it raises comes back with the traceback of that process."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(function, **arguments).result()
 
 
 def train(script: str, flags: Sequence[str], checkout: Path = ROOT, anew: bool = False) -> dict[str, np.ndarray]:

@@ -3,9 +3,9 @@
     python -m benchmarks.curves runs/a_seed_11 runs/a_seed_12 runs/b_seed_11 runs/b_seed_12 --label a b -o a_and_b.png
     python -m benchmarks.curves runs/mario -y rollout/success_rate --smooth 20000 --x minutes
 
-Runs whose config.json differs only in seed and folder are one setting. The band is the mean plus and minus one standard
-deviation over seeds; a single run is a line. Minutes are those of collecting and learning. Folders of before November
-2026, which have eval.csv and timing.csv, are read as well.
+Runs whose arguments differ only in seed, folder, workers and threads are one setting, of whatever commit. The band is
+the mean plus and minus one standard deviation over seeds; a single run is a line. Minutes are those of collecting and
+learning.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ OVER = {"steps": "million environment steps", "minutes": "minutes of training"}
 def read_curve(logdir: Path, y: str, smooth: float = 0) -> Curve:
     """A logged column of a run where it is not nan, averaged over `smooth` steps. Raises ValueError, with the columns
     that there are, if there is no such one."""
-    files = [read_csv(path) for name in ("progress", "eval", "timing") if (path := logdir / f"{name}.csv").exists()]
-    columns = next((columns for columns in files if y in columns), None)
-    if columns is None:
-        known = ", ".join(sorted({name for columns in files for name in columns}))
-        raise ValueError(f"{logdir} has no column {y}; it has {known or 'no logs'}.")
+    path = logdir / "progress.csv"
+    columns = read_csv(path) if path.exists() else {}
+    if y not in columns:
+        raise ValueError(f"{logdir} has no column {y}; it has {', '.join(sorted(columns)) or 'no log'}.")
     steps, values = columns["global_step"], columns[y]
-    minutes = np.interp(steps, *clock(files)) / 60
+    minutes = np.cumsum(np.diff(steps, prepend=0) / columns["time/sps"]) / 60
     kept = np.isfinite(values)
     steps, minutes, values = steps[kept], minutes[kept], values[kept]
     if smooth and len(steps):
@@ -46,15 +45,6 @@ def read_curve(logdir: Path, y: str, smooth: float = 0) -> Curve:
     return {"steps": steps, "minutes": minutes, "y": values}
 
 
-def clock(files: Sequence[Mapping[str, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    """Environment steps, and the seconds of collecting and learning until then."""
-    for columns in files:
-        if "time/seconds" in columns:
-            return columns["global_step"], columns["time/seconds"]
-    steps, rates = files[0]["global_step"], files[0]["time/sps"]
-    return steps, np.cumsum(np.diff(steps, prepend=0) / rates)
-
-
 def together(curves: Sequence[Curve], over: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Where, mean and standard deviation over seeds, at the steps of the first run that all have reached. Minutes are
     the mean of those that the seeds took until there."""
@@ -62,15 +52,13 @@ def together(curves: Sequence[Curve], over: str) -> tuple[np.ndarray, np.ndarray
     steps = curves[0]["steps"][curves[0]["steps"] <= end]
     values = np.array([np.interp(steps, curve["steps"], curve["y"]) for curve in curves])
     minutes = np.mean([np.interp(steps, curve["steps"], curve["minutes"]) for curve in curves], axis=0)
-    return steps / 1e6 if over == "steps" else minutes, values.mean(0), values.std(0)
+    return steps / 1e6 if over == "steps" else minutes, values.mean(0), values.std(0, ddof=len(curves) > 1)
 
 
 def draw(
-    panels: Mapping[str, Mapping[str, Sequence[Curve]]], path: Path, ylabel: str, over: Sequence[str] = tuple(OVER),
-    lines: Mapping[str, float] | None = None,
-) -> None:  # fmt: skip
-    """A picture of {panel: {label: seeds}}, each panel over steps, over minutes or over both; `lines` are horizontal
-    ones, by panel."""
+    panels: Mapping[str, Mapping[str, Sequence[Curve]]], path: Path, ylabel: str, over: Sequence[str] = tuple(OVER)
+) -> None:
+    """A picture of {panel: {label: seeds}}, each panel over steps, over minutes or over both."""
     plots = [(title, key) for title in panels for key in over]
     columns = min(4, len(plots))
     rows = -(-len(plots) // columns)
@@ -86,8 +74,6 @@ def draw(
             axis.plot(where, mean, ".-" if len(where) == 1 else "-", color=f"C{i % 10}", lw=1.6, label=label)
             if len(curves) > 1:
                 axis.fill_between(where, mean - deviation, mean + deviation, color=f"C{i % 10}", alpha=0.2, lw=0)
-        if lines and title in lines:
-            axis.axhline(lines[title], color="0.4", ls="--", lw=1)
         axis.set_title(title, fontsize=10)
         axis.set(xlabel=OVER[key], ylabel=ylabel)
         axis.grid(alpha=0.3)

@@ -3,18 +3,18 @@
     python -m benchmarks.learning mujoco                        # eleven tasks, 1 M steps, seeds 11 to 15
     python -m benchmarks.learning mujoco --only Hopper --steps 3000000 --seeds 11 12 13 --parallel 2
     python -m benchmarks.learning mujoco --only HalfCheetah --also SB3 cleanrl      # beside the peers, hours
-    python -m benchmarks.learning mario                         # World 1-1; --only 4-1 for others
+    python -m benchmarks.learning mario                         # World 1-1; --only 4-1 for another stage
     python -m benchmarks.learning cage2                         # leaderboard rules and HEAD
-    python -m benchmarks.learning continuing                    # a task without an end, eight objectives
+    python -m benchmarks.learning continuing                    # a task without an end, nine objectives
     python -m benchmarks.learning --quick                       # the first setting of each, seconds of training
     python -m benchmarks.learning --name lr -- ppo_x.py --learning-rate 1e-4 -- ppo_x.py --learning-rate 3e-4
 
 Each `--` begins a command of your own; the others are named here. Each seed of each setting is a run with a folder of
 its own, runs/learning/{name}/{setting}/seed_{n}. The same command finds its runs again: a finished one is skipped, one
-that was cut goes on with --resume (SB3's begins anew). Ctrl-C lets the runs save, and waits for them; --report writes
-the page of what is finished. Where a run has ended, its last policy and the best one (chosen by the run's own
-evaluations) play 100 fresh episodes each, with deterministic actions; Mario also with sampled ones, CAGE2 1,000 against
-each red agent.
+that was cut goes on with --resume (SB3's begins anew), and a folder that holds a run of another command is refused.
+Ctrl-C lets the runs save, and waits for them; --report writes the page of what is finished. Where a run has ended, its
+last policy and the best one (chosen by the run's own evaluations) play 100 fresh episodes each, with deterministic
+actions; Mario also with sampled ones, CAGE2 1,000 against each red agent.
 
 results/{name}.json keeps curves, scores and commit of every run, so run folders may be deleted: a report adds the
 finished runs to it, and drops those of a setting whose command is another one today. Intervals are 95 % percentile
@@ -37,6 +37,7 @@ import signal
 import subprocess
 import sys
 import time
+import zlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ import numpy as np
 from benchmarks.common import (
     ROOT,
     at_least_one,
+    commit_of,
     cpu_model,
     machine_info,
     machine_line,
@@ -69,13 +71,13 @@ class Suite:
 
     settings: dict[str, str]  # name -> command
     metric: str = "eval/mean_return"  # column of the curves
-    scores: tuple[str, ...] = ("return",)  # what is judged, the first of them first; see `judge`
+    scores: tuple[str, ...] = ()  # what the page shows of what `scores_of` returns; (): all of it
     references: dict[str, str] | None = None  # name or "name, score" -> what others reached
     means: tuple[str, ...] = ()  # logged columns, averaged over the last tenth of a run
     smooth: float = 0  # steps that a point of the curves averages
     episodes: int = 100
     also: tuple[str, ...] = ()  # lines that run only if asked for
-    default: str = ""  # what --only is if not given
+    default: str = ""  # what --only is if not given; "": all
     note: str = ""
 
 
@@ -107,7 +109,8 @@ SUITES: dict[str, Suite] = {
             f"{task}, ours": f"ppo_continuous_mujoco.py --configs {preset} --env-id {task}",
             f"{task}, SB3": f"benchmarks/sb3_zoo.py --env-id {task}",
             f"{task}, cleanrl": f"ppo_continuous_mujoco.py --configs cleanrl --env-id {task}"}.items()},
-        references={f"{task}, ours": published for task, (_, published) in MUJOCO.items()}, also=("SB3", "cleanrl"),
+        scores=("return",), also=("SB3", "cleanrl"),
+        references={f"{task}, ours": published for task, (_, published) in MUJOCO.items()},
         note="References are of older task versions and other protocols: a guide. SB3 has the parameters that its Zoo "
         "tuned (`benchmarks/sb3_zoo.py`), cleanrl the settings of CleanRL's script in ours."),
     "mario": Suite(
@@ -116,7 +119,7 @@ SUITES: dict[str, Suite] = {
             ("fceumm", "--backend fceumm"), ("landed", "--backend fceumm --reward landed"),
             ("nes_py", "--backend nes_py"))},
         metric="rollout/success_rate", scores=("flag, deterministic", "flag, sampled", "return"), smooth=20_000,
-        also=("nes_py", "landed"), default="Mario-1-1, ",
+        also=("nes_py", "landed"), default="Mario-1-1",
         note="Share of episodes that reach the flag, with random waiting before the start and sticky actions; the "
         "curve is of the training's episodes."),
     "cage2": Suite(
@@ -148,7 +151,6 @@ QUICK = {  # added to the first setting's command
     "mario": "--configs debug --env-id Mario-1-1",
     "cage2": "--configs debug",
     "continuing": "--no-compile --total-timesteps 4096",
-    "": "",
 }
 
 
@@ -158,13 +160,14 @@ def judge(script: str, logdir: str, episodes: int) -> None:
     finals = {
         which: scores_of(script, logdir, name, episodes) for which, name in (("last", "latest"), ("best", "best"))
     }
-    (Path(logdir) / "final.json").write_text(json.dumps({"cpu": cpu_model(), "episodes": episodes, **finals}))
+    text = json.dumps({"cpu": cpu_model(), "episodes": episodes, **finals})
+    (Path(logdir) / "final.tmp").write_text(text)
+    os.replace(Path(logdir) / "final.tmp", Path(logdir) / "final.json")
 
 
 def scores_of(script: str, logdir: str, checkpoint: str, episodes: int) -> dict[str, float]:
-    """What a policy gets: "return" and its standard deviation over episodes, "LTA" (return / length), "flag,
-    deterministic" and "flag, sampled" of Mario, with those of each stage if there are several, or CAGE2's "score" and
-    cells."""
+    """What a policy gets: "return" and "LTA" (return / length), of Mario also "flag, deterministic" and "flag, sampled"
+    with those of each stage if there are several; of CAGE2 "score" and cells."""
     spec = importlib.util.spec_from_file_location(Path(script).stem, ROOT / script)
     assert spec is not None
     assert spec.loader is not None
@@ -193,8 +196,7 @@ def scores_of(script: str, logdir: str, checkpoint: str, episodes: int) -> dict[
         if stages[0]:
             scores[f"flag, {mode}"] = text.count("flag reached") / len(played)
         if mode == "deterministic":
-            scores |= {"return": played[:, 0].mean(), "std": played[:, 0].std(),
-                       "LTA": played[:, 0].sum() / played[:, 1].sum()}  # fmt: skip
+            scores |= {"return": played[:, 0].mean(), "LTA": played[:, 0].sum() / played[:, 1].sum()}
     return scores
 
 
@@ -210,7 +212,17 @@ class Run:
     episodes: int = 100
     process: Any = None  # subprocess.Popen
 
+    def launches(self) -> dict[str, Any]:
+        """The command of the run in this folder, and the commits at which it was started. Raises RunFailed if it is
+        another command than ours."""
+        path = self.logdir / "launches.json"
+        launches = json.loads(path.read_text()) if path.exists() else {"command": self.command, "commits": []}
+        if launches["command"] != self.command:
+            raise RunFailed(f"{self.logdir} holds a run of another command, {launches['command']}: delete it.")
+        return launches
+
     def is_finished(self) -> bool:
+        self.launches()
         return (self.logdir / "final.json").exists()
 
     def words(self) -> list[str]:
@@ -227,6 +239,9 @@ class Run:
     def start(self) -> None:
         """In a session of its own: Ctrl-C on the terminal reaches it through us, once."""
         self.logdir.mkdir(parents=True, exist_ok=True)
+        launches = self.launches()
+        launches["commits"] = list(dict.fromkeys([*launches["commits"], commit_of(ROOT)]))
+        (self.logdir / "launches.json").write_text(json.dumps(launches))
         words = self.words()
         print(f"{time.strftime('%H:%M:%S')} {self.setting}, seed {self.seed}: {shlex.join(words)[:150]}", flush=True)
         with open(self.logdir / "output.txt", "a") as output:
@@ -236,7 +251,7 @@ class Run:
 
 
 class RunFailed(Exception):
-    """A run that ended by itself with an error; the message names it and its last words."""
+    """A run that ended by itself with an error, or is not ours; the message says which and why."""
 
 
 def run_all(runs: list[Run], parallel: int) -> int:
@@ -244,7 +259,7 @@ def run_all(runs: list[Run], parallel: int) -> int:
     the runs: they save and stop. Raises RunFailed when one fails; the others are stopped too."""
     signals: list[int] = []
     handlers = {number: signal.signal(number, lambda number, frame: signals.append(number))
-                for number in (signal.SIGINT, signal.SIGTERM)}  # fmt: skip
+                for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}  # fmt: skip
     waiting, running = [run for run in runs if not run.is_finished()], list[Run]()
     print(f"{len(runs) - len(waiting)} of {len(runs)} runs are finished.", flush=True)
     passed_on = 0
@@ -257,7 +272,7 @@ def run_all(runs: list[Run], parallel: int) -> int:
             for number in signals[passed_on:]:
                 passed_on += 1
                 for run in running:
-                    run.process.send_signal(number)
+                    run.process.send_signal(signal.SIGTERM if number == signal.SIGHUP else number)
             for run in [run for run in running if run.process.poll() is not None]:
                 running.remove(run)
                 if run.process.returncode == 0:
@@ -318,7 +333,7 @@ def read_run(run: Run, suite: Suite) -> dict[str, Any]:
     config = json.loads((run.logdir / "config.json").read_text())
     return {
         **json.loads((run.logdir / "final.json").read_text()),
-        "commit": config["commit"],
+        "commit": ", ".join(run.launches()["commits"]) or config["commit"][:7],
         "versions": config.get("versions", {}),
         "minutes": float(curve["minutes"][-1]) if len(curve["minutes"]) else 0.0,
         "means": {name: float(np.nanmean(progress[name][tenth:])) for name in suite.means},
@@ -328,7 +343,10 @@ def read_run(run: Run, suite: Suite) -> dict[str, Any]:
 
 def report(name: str, suite: Suite, runs: list[Run], quick: bool, by_hand: str = "") -> None:
     """Write the page, the JSON and the figures of all stored runs, the finished ones of `runs` among them."""
-    groups: dict[str, Any] = stored(name, quick).get("settings", {})
+    before = stored(name, quick)
+    groups: dict[str, Any] = before.get("settings", {})
+    if groups and before["metric"] != suite.metric:
+        sys.exit(f"error: results/{name}.json holds curves of {before['metric']}: give another --name.")
     for run in runs:
         if run.is_finished():
             if groups.setdefault(run.setting, {}).get("command") != run.command:
@@ -341,16 +359,15 @@ def report(name: str, suite: Suite, runs: list[Run], quick: bool, by_hand: str =
     for setting, group in groups.items():
         group["seeds"] = {seed: group["seeds"][seed] for seed in sorted(group["seeds"], key=int)}
         finals = list(group["seeds"].values())
-        for score, which in itertools.product(suite.scores, ("last", "best")):
+        for score, which in itertools.product(suite.scores or finals[0]["last"], ("last", "best")):
             if all(score in final[which] for final in finals):
                 values = np.array([final[which][score] for final in finals])
-                reference = (suite.references or {}).get(
-                    setting if score == suite.scores[0] else f"{setting}, {score}", ""
-                )
+                key = setting if score == next(iter(suite.scores), "") else f"{setting}, {score}"
+                reference = (suite.references or {}).get(key, "")
                 rows.append([setting, score, which, *cells_of(values), reference if which == "last" else ""])
         means = [", ".join(number(final["means"][column]) for final in finals) for column in suite.means]
-        settings.append([setting, f"`{group['command']}`", ", ".join(group["seeds"]),
-                         ", ".join(sorted({final["commit"][:7] for final in finals})),
+        commits = sorted({re.sub(r"([0-9a-f]{7})[0-9a-f]*", r"\1", final["commit"]) for final in finals})
+        settings.append([setting, f"`{group['command']}`", ", ".join(group["seeds"]), ", ".join(commits),
                          f"{np.median([final['minutes'] for final in finals]):.1f}", *means])  # fmt: skip
     episodes = sorted({final["episodes"] for group in groups.values() for final in group["seeds"].values()})
     page = f"# {name}: what is learnt\n\n`python -m benchmarks.learning {by_hand}`. Mean over {episodes[0]:,} fresh "
@@ -360,12 +377,12 @@ def report(name: str, suite: Suite, runs: list[Run], quick: bool, by_hand: str =
                             "interquartile mean (95 %)", "others"], rows)  # fmt: skip
     fewest = min(len(group["seeds"]) for group in groups.values())
     if fewest < 10:
-        page += f"\n{fewest} seeds are few: the intervals are too narrow; look at each seed.\n"
+        page += f"\nFew seeds ({fewest}): the intervals are too narrow; look at each seed.\n"
     page += "\n" + markdown_table(["setting", "command", "seeds", "commit", "minutes (median)", *suite.means], settings)
     page += f"\n![curves]({name}.png)\n"
     info = machine_info()
     cpus = sorted({final["cpu"] for group in groups.values() for final in group["seeds"].values()})
-    page += f"\nRuns on {' and '.join(cpus)}. Page written {machine_line(info)}"
+    page += f"\nRuns on {' and '.join(cpus)}; their versions are in the JSON. Page written {machine_line(info)}"
     folder = write_results(name, {"machine": info, "metric": suite.metric, "settings": groups}, page, quick)
     panels: dict[str, dict[str, Any]] = {}
     for setting, group in groups.items():
@@ -380,8 +397,15 @@ def report(name: str, suite: Suite, runs: list[Run], quick: bool, by_hand: str =
 
 
 def slug(text: str) -> str:
-    """A setting's folder."""
-    return re.sub(r"[^\w.=-]+", "_", text).strip("_")[:120]
+    """A setting's folder; that of a long command ends in a checksum of what is cut off."""
+    name = re.sub(r"[^\w.=-]+", "_", text).strip("_")
+    return name if len(name) <= 120 else f"{name[:110]}_{zlib.crc32(name.encode()):08x}"
+
+
+def is_meant(setting: str, only: str) -> bool:
+    """Whether `only` is a setting's name, its task (without "Mario-" and "-v5", too) or what follows the task."""
+    task, _, line = setting.partition(", ")
+    return only in (setting, task, line, task.removeprefix("Mario-").removesuffix("-v5"))
 
 
 def main(argv: list[str]) -> int:
@@ -392,7 +416,7 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--name", default="runs", help="name of folder and page, for commands after --")
     parser.add_argument("--seeds", nargs="+", type=int, default=[11, 12, 13, 14, 15])
     parser.add_argument("--parallel", type=at_least_one, default=1, help="runs at a time")
-    parser.add_argument("--only", metavar="TEXT", help="settings whose name contains this")
+    parser.add_argument("--only", metavar="TEXT", help="a task (Hopper, 4-1) or a setting (head)")
     parser.add_argument("--also", nargs="+", default=[], help="SB3, cleanrl (mujoco), nes_py, landed (mario)")
     parser.add_argument(
         "--steps", type=at_least_one, help="of each run; default: 1 M for mujoco, the script's for others"
@@ -404,12 +428,14 @@ def main(argv: list[str]) -> int:
     commands = [shlex.join(argv[start + 1 : stop]) for start, stop in itertools.pairwise(stops)]
     taken = [word for command in commands for word in command.split() if word.partition("=")[0] in OURS]
     unknown = set(options.names) - set(SUITES)
-    if taken or unknown or not (commands or options.names or options.quick) or (commands and options.names):
+    wanted = [bool(commands), bool(options.names) or options.quick]
+    if taken or unknown or wanted in ([True, True], [False, False]):
         parser.error(f"{taken[0]} is given to each run by this program: leave it out" if taken else
                      f"name suites, of {', '.join(SUITES)}, or commands of your own after --")  # fmt: skip
     suites = {name: SUITES[name] for name in options.names or (SUITES if options.quick and not commands else ())}
     if commands:
-        suites = {"": Suite({command: command for command in commands})}
+        metric = "eval/score" if "cage2" in commands[0] else "eval/mean_return"
+        suites = {"": Suite({f"{options.name}, {command}": command for command in commands}, metric)}
     code = 0
     for name, suite in suites.items():
         if options.metric:
@@ -418,9 +444,11 @@ def main(argv: list[str]) -> int:
         settings = {
             setting: command + f" --total-timesteps {steps}" * bool(steps and not options.quick)
             for setting, command in suite.settings.items()
-            if (options.only or suite.default) in setting
+            if is_meant(setting, options.only or suite.default or setting)
             and (setting.rpartition(", ")[2] not in suite.also or setting.rpartition(", ")[2] in options.also)
         }
+        if not settings:
+            parser.error(f"there is no setting {options.only}; there are {'; '.join(suite.settings)}")
         page = name if name == "continuing" else f"{name or options.name}_learning"
         page += f"_{steps // 1000}k" if name == "mujoco" and not options.quick else ""
         folder, seeds = FOLDER / page, options.seeds
@@ -434,13 +462,14 @@ def main(argv: list[str]) -> int:
                 for seed in seeds for setting, command in settings.items()]  # fmt: skip
         try:
             code = 0 if options.report else run_all(runs, options.parallel)
-        except RunFailed as error:
+            if code:
+                print("stopped; repeat the command to go on", file=sys.stderr)
+                return code
+            by_hand = (name or f"--name {options.name} -- ...") + f" --steps {options.steps}" * bool(options.steps)
+            report(page, suite, runs, options.quick, by_hand)
+        except (RunFailed, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
-        if code:
-            print("stopped; repeat the command to go on", file=sys.stderr)
-            return code
-        report(page, suite, runs, options.quick, name or f"--name {options.name} -- ...")
     return code
 
 

@@ -39,6 +39,7 @@ from benchmarks.common import (
     machine_line,
     markdown_table,
     parser_of,
+    positive_seconds,
     write_results,
 )
 from envs.cage2 import Cage2VecEnv
@@ -64,7 +65,7 @@ def sync(num_envs: int, workers: int) -> VectorEnv:
 
 
 MARIO_COUNTS = {"fceumm": (1, 4, 16, 64, 256), "nes_py": (1, 4, 16)}
-# name -> (how to build num_envs of it with so many workers, the counts, whether it has workers)
+# name -> (how to build num_envs of it with so many workers, the counts, whether to try several numbers of workers)
 KINDS: dict[str, tuple[Callable[[int, int], VectorEnv], tuple[int, ...], bool]] = {
     "Cage2VecEnv": (lambda num_envs, _: Cage2VecEnv(num_envs, "meander"), COUNTS, False),
     "Cage2VecEnv, state in infos": (
@@ -112,21 +113,18 @@ def cpu_seconds() -> float:
 
 def measure(kind: str, num_envs: int, workers: int, seconds: float) -> dict[str, float]:
     """Build, step for so many seconds (at least three steps) and weigh, in this process."""
-    build_start = time.perf_counter()
     envs = KINDS[kind][0](num_envs, workers)
     try:
         envs.action_space.seed(0)
         actions = [envs.action_space.sample() for _ in range(16)]
         envs.reset(seed=0)
         envs.step(actions[0])
-        built = time.perf_counter() - build_start
         steps, start, cpu_start = 0, time.perf_counter(), cpu_seconds()
-        while (elapsed := time.perf_counter() - start) < seconds or steps < 3:
+        while time.perf_counter() - start < seconds or steps < 3:
             envs.step(actions[steps % len(actions)])
             steps += 1
         cpu = max(cpu_seconds() - cpu_start, 0.01)  # its clock ticks in hundredths
-        speeds = {"steps_per_second": steps * num_envs / elapsed, "steps_per_cpu_second": steps * num_envs / cpu}
-        return {**speeds, "seconds_to_build": built, **memory()}
+        return {"steps_per_cpu_second": steps * num_envs / cpu, **memory()}
     finally:
         envs.close()
 
@@ -196,15 +194,15 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="a few counts, two rounds of 0.2 s, into runs/bench")
     parser.add_argument("--rounds", type=at_least_one, default=3)
-    parser.add_argument("--seconds", type=float, default=1.0, help="length of one measurement")
+    parser.add_argument("--seconds", type=positive_seconds, default=1.0, help="length of one measurement")
     options = parser.parse_args()
     rounds, seconds = (2, 0.2) if options.quick else (options.rounds, options.seconds)
     info = machine_info()
     wanted: list[tuple[str, int, int]] = []  # kind, environments, workers (0: it has none to choose)
-    for kind, (_, counts, has_workers) in KINDS.items():
+    for kind, (_, counts, sweeps_workers) in KINDS.items():
         counts = tuple(count for count in counts if count in (4, 16, 1024)) if options.quick else counts
-        wanted += [(kind, count, CORES if has_workers or "Mario" in kind else 0) for count in counts]
-        if has_workers and not options.quick:
+        wanted += [(kind, count, CORES if sweeps_workers or "Mario" in kind else 0) for count in counts]
+        if sweeps_workers and not options.quick:
             wanted += [(kind, NUM_ENVS_OF_WORKERS, workers) for workers in WORKERS if workers != CORES]
     measured: dict[tuple[str, int, int], list[dict[str, float]]] = {key: [] for key in wanted}
 

@@ -12,6 +12,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks.common import (
     ROOT,
@@ -35,7 +36,6 @@ SETTINGS = {
     "humanoid": ("ppo_continuous_mujoco.py", "--configs humanoid", 1_024, 30),
     "mario": ("ppo_atari_mario.py", "--backend fceumm", 8_192, 3),
     "cage2, 25 environments": ("ppo_cage2_parallel.py", "--num-envs 25 --num-minibatches 4", 2_500, 100),
-    "mario, two threads in the update": ("ppo_atari_mario.py", "--backend fceumm --torch-threads 2", 8_192, 3),
     "cage2, 256 environments": ("ppo_cage2_parallel.py", "", 25_600, 25),
     "SubprocVecEnv, 16 x CartPole": ("step_subproc.py", "CartPole-v1", 0, 0),
     "SubprocVecEnv, 16 x HalfCheetah": ("step_subproc.py", "HalfCheetah-v5", 0, 0),
@@ -51,22 +51,39 @@ def measure(checkout: Path, name: str) -> tuple[float, float]:
         command, variables = [sys.executable, str(ROOT / "benchmarks" / script), flags], {"PYTHONPATH": str(checkout)}
         done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True)
         return float(done.stdout), 0.0
-    if checkout != ROOT:  # there, all of the loop would use them
-        flags = flags.replace(" --torch-threads 2", "")
     columns = train(script, [*flags.split(), "--total-timesteps", str(batch * updates)], checkout, anew=True)
     rates = columns["time/sps"].tolist()
     median = statistics.median(rates[1:])
     return median, batch / rates[0] - batch / median
 
 
+def write_page(results: dict[str, Any], quick: bool) -> None:
+    """Write results/speed.json and .md of {setting: {"median", "rounds", "commits", "machine"}}."""
+    rows = []
+    for name, result in results.items():
+        median, ratios = result["median"], ", ".join(f"{row['ratio']:.2f}" for row in result["rounds"])
+        rows.append([name, f"{median['new']:,.0f}", f"{median['old']:,.0f}", f"**{median['ratio']:.2f}** ({ratios})",
+                     f"{median['new_compile']:.0f}", f"{median['old_compile']:.0f}", result["commits"]])  # fmt: skip
+    page = (
+        "# Speed of this checkout against another one\n\nWhole training loop, steps/s: medians over the updates of a "
+        "run but the first, then over the rounds, in which the two checkouts take turns. `python -m benchmarks.speed "
+        "--other ../old` makes this page; what it does not measure anew stays as it was.\n\n"
+    )
+    page += markdown_table(
+        ["setting", "now", "before", "ratio (each round)", "compiling, s: now", "before", "commits"], rows
+    )
+    lines = dict.fromkeys(machine_line(result["machine"]) for result in results.values())
+    write_results("speed", {"results": results}, page + "\n" + "\n".join(lines), quick)
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="one round of the first setting, into runs/bench")
-    parser.add_argument("--other", type=Path, default=ROOT, help="the other checkout; default: this one, to see noise")
+    parser.add_argument("--other", type=Path, required=True, help="the other checkout")
     parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument("--only", nargs="+", choices=SETTINGS, metavar="SETTING", help=", ".join(SETTINGS))
     options = parser.parse_args()
-    info = machine_info()
+    commits = f"{commit_of(ROOT)} / {commit_of(options.other)}"
     results = {} if options.quick else stored("speed", options.quick).get("results", {})
     for name in options.only or list(SETTINGS)[: 1 if options.quick else None]:
         rounds = []
@@ -77,24 +94,10 @@ def main() -> None:
                 figures[which], figures[f"{which}_compile"] = measure(checkout, name)
             rounds.append(figures | {"ratio": figures["new"] / figures["old"]})
         median = {key: statistics.median(row[key] for row in rounds) for key in rounds[0]}
-        results[name] = {"median": median, "rounds": rounds}
+        results[name] = {"median": median, "rounds": rounds, "commits": commits, "machine": machine_info()}
         print(f"{name:34} {median['new']:>8,.0f} {median['old']:>8,.0f} steps/s  ratio {median['ratio']:.2f}  "
               f"compiling {median['new_compile']:.0f} s, {median['old_compile']:.0f} s", flush=True)  # fmt: skip
-    results = {name: results[name] for name in SETTINGS if name in results}
-    commits = {"new": commit_of(ROOT), "old": commit_of(options.other)}
-    rows = []
-    for name, result in results.items():
-        median, ratios = result["median"], ", ".join(f"{row['ratio']:.2f}" for row in result["rounds"])
-        rows.append([name, f"{median['new']:,.0f}", f"{median['old']:,.0f}", f"**{median['ratio']:.2f}** ({ratios})",
-                     f"{median['new_compile']:.0f}", f"{median['old_compile']:.0f}"])  # fmt: skip
-    page = (
-        f"# Speed of this checkout ({commits['new']}) against {commits['old']}\n\nWhole training loop, steps/s: "
-        "medians over the updates of a run but the first, then over the rounds, in which the two checkouts take turns. "
-        "`python -m benchmarks.speed --other ../old` makes this page.\n\n"
-    )
-    page += markdown_table(["setting", "now", "before", "ratio (each round)", "compiling, s: now", "before"], rows)
-    page += "\n" + machine_line(info)
-    write_results("speed", {"commits": commits, "machine": info, "results": results}, page, options.quick)
+    write_page({name: results[name] for name in SETTINGS if name in results}, options.quick)
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ def step_for(seconds: float, step: Step, actions: Any, clock: Callable[[], float
     while (elapsed := clock() - start) < seconds:
         for batch in actions:
             step(batch)
-        count += len(actions) * np.size(actions[0][..., :1] if np.ndim(actions[0]) > 1 else actions[0])
+        count += len(actions) * len(actions[0])
     return count / elapsed
 
 

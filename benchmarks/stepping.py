@@ -40,7 +40,16 @@ import mujoco
 import numpy as np
 from gymnasium.vector import AsyncVectorEnv, AutoresetMode, SyncVectorEnv
 
-from benchmarks.common import CORES, installed, interleave, machine_info, parser_of, positive_seconds, publish
+from benchmarks.common import (
+    CORES,
+    at_least_one,
+    installed,
+    interleave,
+    machine_info,
+    parser_of,
+    positive_seconds,
+    publish,
+)
 from benchmarks.step_subproc import ImageEnv, Step, planned, step_for
 from envs.cage2 import Cage2Env, Cage2VecEnv, simulator
 from envs.mario import MarioEnv, available_backends
@@ -79,6 +88,7 @@ def loops(make_step: Callable[[int], Step], actions: list[np.ndarray], seconds: 
         arguments = (theirs, make_step, [batch[share] for batch in actions])
         processes.append(context.Process(target=loop, args=arguments, daemon=True))
         processes[-1].start()
+        theirs.close()  # so that a process which dies is an EOFError
         pipes.append(ours)
     assert {pipe.recv() for pipe in pipes} == {"ready"}
 
@@ -367,7 +377,7 @@ def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--quick", action="store_true", help="a trial of a few short rounds, into runs/bench")
     parser.add_argument("names", nargs="*", metavar="name", help=f"of {', '.join(BENCHMARKS)}; default: all")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=at_least_one, default=9)
     parser.add_argument("--seconds", type=positive_seconds, default=0.6, help="length of one measurement")
     parser.add_argument("--peer-python", help="an interpreter with Mario's canonical stack")
     options = parser.parse_args()
