@@ -6,8 +6,8 @@
     python ppo_cage2_parallel.py --resume --logdir runs/...                  # continue a run, on a CPU bit for bit
     python ppo_cage2_parallel.py play --logdir runs/... --red-agent meander  # watch the best policy of a run defend
 
-A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.json, TensorBoard events, progress.csv
-(a row per update), best.pt, best.json (best evaluation), latest.pt (for --resume). "detail n": docs/details.md.
+A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.json, TensorBoard events, progress.csv,
+best.pt, best.json and, for --resume, latest.pt. What "detail n" means is in docs/details.md.
 """
 
 import contextlib
@@ -190,9 +190,9 @@ def mlp(sizes: list[int], output_std: float) -> nn.Sequential:
         linear = nn.Linear(n_in, n_out)
         nn.init.orthogonal_(linear.weight, math.sqrt(2))
         nn.init.zeros_(linear.bias)
-        layers += [linear, nn.Tanh()]
+        layers += [nn.Tanh(), linear] if layers else [linear]
     nn.init.orthogonal_(linear.weight, output_std)
-    return nn.Sequential(*layers[:-1])
+    return nn.Sequential(*layers)
 
 
 class Categorical:
@@ -245,8 +245,8 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16), for each environment on its own.
 
     All tensors are (num_steps, num_envs). Step t of environment n led, with reward `rewards[t, n]`, from a state of
-    value `values[t, n]` to a state of value `next_values[t, n]`: the state it really led to, the final one where
-    the episode ended, never the reset one. Returns (advantages, returns); the returns are the critic's targets.
+    value `values[t, n]` to a state of value `next_values[t, n]`: where a time limit cut the episode, that is its final
+    state and never the reset one. Returns (advantages, returns); the returns are the critic's targets.
 
         delta_t = r_t + gamma V(s_{t+1}) (1 - terminated_t) - V(s_t)
         A_t     = delta_t + gamma lambda (1 - ended_t) A_{t+1},     R_t = A_t + V(s_t)
@@ -625,7 +625,7 @@ def load(path: Path) -> dict[str, Any]:
 def load_policy(checkpoint: dict[str, Any], agent: Agent) -> None:
     """Put the weights of a checkpoint into `agent`."""
     here, saved = ({(name, *x.shape) for name, x in y.items()} for y in (agent.state_dict(), checkpoint["agent"]))
-    require(here == saved, f"The checkpoint holds another network: {sorted(saved - here)}, here {sorted(here - saved)}")
+    require(here == saved, f"The file has another network: {sorted(saved - here)[:3]}, here {sorted(here - saved)[:3]}")
     agent.load_state_dict(checkpoint["agent"])
 
 

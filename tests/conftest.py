@@ -396,8 +396,8 @@ def wait(pid: int, seconds: float = 100) -> int:
 
 
 def wait_until(pid: int, condition: Callable[[], bool], output: Path) -> None:
-    """Wait for `condition`; a child that ends before is a failure, and one that takes 100 s is killed."""
-    deadline = time.monotonic() + 100
+    """Wait for `condition`; a child that ends before is a failure, and one that takes 300 s is killed."""
+    deadline = time.monotonic() + 300
     while not condition():
         if time.monotonic() > deadline:
             os.kill(pid, signal.SIGKILL)

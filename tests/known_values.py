@@ -61,11 +61,6 @@ class KnownValuesEnv(SmallEnv):
         return self.observe(), 1.0, bool(self.state[0] == 0), False, {}
 
 
-def known_value(k: Any, gamma: float) -> Any:
-    """V(k) of KnownValuesEnv."""
-    return (1 - gamma**k) / (1 - gamma)
-
-
 class TargetEnv(SmallEnv):
     """Episodes of one step: the reward is minus the squared distance of the action from half the observation.
 

@@ -6,12 +6,14 @@ copy of the script.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
+import gymnasium as gym
 import numpy as np
 import pytest
 import torch
@@ -146,6 +148,28 @@ def test_without_memory_observations_and_rewards_are_those_of_the_game_with_thes
     assert len(different) == 6
 
 
+class Stamped(gym.ObservationWrapper):
+    """Shows a number before or after the game's bits."""
+
+    def __init__(self, env: gym.Env, first: bool) -> None:
+        super().__init__(env)
+        self.first, self.observation_space = first, gym.spaces.Box(0.0, 1.0, (53,), np.float32)
+
+    def observation(self, obs: np.ndarray) -> np.ndarray:
+        return np.insert(obs, 0 if self.first else 52, np.float32(0.3))
+
+
+def test_memory_refuses_bits_that_a_wrapper_has_moved(cage2: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_env = cage2.make_env
+    for first in (False, True):
+        monkeypatch.setattr(cage2, "make_env", lambda *given, first=first: Stamped(make_env(*given), first))
+        vec_env = cage2.make_envs(cage2.Args(num_workers=1), 2)
+        vec_env.reset(seed=0)
+        with pytest.raises(ValueError, match="Memory reads the game's 52 bits") if first else contextlib.nullcontext():
+            vec_env.step(np.zeros(2, int))
+        vec_env.close()
+
+
 def test_a_finite_horizon_terminates_and_shows_the_time(cage2: ModuleType) -> None:
     vec_env = cage2.make_envs(cage2.Args(max_steps=10, finite_horizon=True), 2)
     obs, _ = vec_env.reset(seed=0)
@@ -226,6 +250,7 @@ def test_play_prints_and_writes_gifs(cage2: ModuleType, capsys: pytest.CaptureFi
     for red_agent in ("b_line", "meander", "sleep"):
         assert len(re.findall(rf"{red_agent}, episode \d: return \S+, 20 steps", out)) == 2
     assert run_main(*argv)[1] == out
+    assert len({out, run_main(*argv, "--seed", "5")[1], run_main(*argv, "--stochastic")[1]}) == 3
     argv += ["--red-agent", "b_line", "--workflow", "user,defender,enterprise,op_server,op_host"]
     code, out, err = run_main(*argv, "--save-gif", "--gif-dir", str(tmp_path / "gifs"))
     assert (code, "compliance" in out) == (0, True), err

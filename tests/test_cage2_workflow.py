@@ -6,7 +6,9 @@ import copy
 import itertools
 import json
 import math
+import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -16,7 +18,7 @@ import numpy as np
 import pytest
 
 from envs.cage2 import ACTION_NAMES, HOSTS, search, workflow
-from tests.conftest import assert_same, columns, fork, spy, tiny_args, wait
+from tests.conftest import assert_same, columns, command_line, fork, spy, tiny_args, tiny_flags, wait
 from tests.test_resume import die_at
 
 USER_FIRST = "user,defender,enterprise,op_server,op_host"
@@ -403,6 +405,33 @@ def run_search(cage2: ModuleType, folder: Path, n_workflows: int = 3, **values: 
     options = cage2.SearchArgs(n_workflows=n_workflows, n_start=2, judge_episodes=4, shared_timesteps=2 * 256 * 25)
     values = {"workflow": "any", "red_agent": "meander", "save_every": 100, "num_minibatches": 1} | values
     return cage2.search(options, tiny_args(cage2, folder, **values))
+
+
+def test_a_search_is_made_of_its_options_and_of_the_flags_of_training(
+    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trained, judged, chosen = (spy(monkeypatch, cage2, name) for name in ("train", "score", "next_order"))
+    values = {"n_start": 1, "judge_episodes": 3, "gp_scale": 0.5, "gp_beta": 9.0}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in (values | {"n_workflows": 2}).items()]
+    flags += tiny_flags(cage2, tmp_path / "search", total_timesteps=100, num_minibatches=1)
+    code, out, err = command_line(cage2, capsys)("search", *flags, "--shared-timesteps", "25600")
+    assert (code, err) == (0, "")
+    (shared, *_), *orders = [arguments for arguments, _ in trained]
+    assert (shared.total_timesteps, shared.workflow, shared.red_agent) == (25_600, "any", "meander")
+    own = [(args.learning_rate, args.total_timesteps, args.init_from) for args, *_ in orders]
+    assert own == [(2e-4, 100, str(tmp_path / "search" / "shared" / "latest.pt"))] * 2  # the rate: of the preset
+    assert [arguments[3:6] for arguments, _ in chosen] == [(0.5, 9.0, 1)] * 2
+    assert [arguments[2] for arguments, _ in judged].count(3) == 2
+    returns = re.findall(r": return (\S+) ", out.partition("Orders by return")[2])
+    assert returns == sorted(returns, key=float, reverse=True)
+    trained.clear()
+    options = cage2.SearchArgs(n_workflows=1, judge_episodes=3, fresh_policy_per_order=True)
+    args = tiny_args(cage2, tmp_path / "fresh", workflow="any")
+    cage2.search(options, args)
+    assert [args.init_from for (args, *_), _ in trained] == [None]
+    with pytest.raises(cage2.UsageError, match="two ways to start"):
+        cage2.search(options, replace(args, init_from="x.pt"))
+    assert command_line(cage2, capsys)("search", "--resume")[0] == 2
 
 
 def test_a_search_killed_anywhere_goes_on_and_ends_alike(cage2: ModuleType, tmp_path: Path) -> None:

@@ -216,6 +216,8 @@ def test_a_run_is_neither_overwritten_nor_hurt_by_a_refused_resume(script: Modul
     other = {"feature_dim": 8} if hasattr(script.Args, "feature_dim") else {"hidden_sizes": (16,)}
     with pytest.raises(script.UsageError, match="another network"):
         run(logdir=logdir, resume=True, total_timesteps=steps, **other)
+    with pytest.raises(script.UsageError, match="A resumed run keeps its seed"):
+        run(logdir=logdir, resume=True, total_timesteps=steps, seed=2)
     assert {path.name: path.read_bytes() for path in logdir.iterdir()} == before
     assert run(logdir=logdir, resume=True, total_timesteps=steps)["global_step"] == steps
 

@@ -118,6 +118,13 @@ def test_every_flag_of_training_refuses_or_takes_every_number(script: ModuleType
     assert refused > 60
 
 
+def test_every_range_is_of_a_flag(script: ModuleType) -> None:
+    """A typing error in RANGES would switch the check off."""
+    classes = (script.Args, script.PlayArgs, getattr(script, "SearchArgs", script.Args))
+    flags = {field.name for one in classes for field in dataclasses.fields(one)}
+    assert {name for names in script.RANGES for name in names.split()} <= flags
+
+
 def test_every_type_of_flag_refuses_what_it_cannot_read(script: ModuleType, main: Main) -> None:
     """One flag of each type; a word is read as one by all of a type, or by none."""
     readable = {"a word": "str", "1e30": "str float", "nan": "str float", "0": "str float int tuple[int,...]"}
@@ -126,15 +133,6 @@ def test_every_type_of_flag_refuses_what_it_cannot_read(script: ModuleType, main
         for value, kinds in readable.items():
             if plain not in kinds.split():
                 assert_refused(main(f"--{name.replace('_', '-')}", value), "")
-
-
-def test_every_flag_of_play_refuses_or_takes_every_number(script: ModuleType) -> None:
-    """There is no run to play, so that even good values end in a sentence, but another one."""
-    for field in dataclasses.fields(script.PlayArgs):
-        for number in NUMBERS if re.search(r"\b(int|float)\b", str(field.type)) else ():
-            options = script.PlayArgs(**{"logdir": "/nowhere"} | {field.name: number})
-            with pytest.raises((script.UsageError, OSError)):
-                script.play(options)
 
 
 # ---- what each command says -----------------------------------------------------------------------------------------

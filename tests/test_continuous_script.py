@@ -8,15 +8,15 @@ test_checkpoint_files.py.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import re
 import signal
 import sys
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -37,28 +37,6 @@ TARGET = {"env_id": "Target-v0", "reset_steps": None}
 
 
 # ---- what the loop hands to the mathematics -------------------------------------------------------------------------
-
-
-def test_an_exact_critic_gives_zero_advantages_in_the_training_loop(
-    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Across terminations, time limits, both at once, and the ends of rollouts: final observations are looked up, not
-    those after the reset, and terminations are not bootstrapped."""
-    original = continuous.Agent.get_value  # stays in the graph
-    monkeypatch.setattr(
-        continuous.Agent, "get_value",
-        lambda self, obs: known_values.known_value(obs[:, 0].double(), 0.9).float() + 0 * original(self, obs),
-    )  # fmt: skip
-    calls = spy(monkeypatch, continuous, "compute_gae")
-    run_tiny(gamma=0.9, **KNOWN, **PLAIN)
-    assert len(calls) == 3
-    ends: Counter[tuple[float, float]] = Counter()
-    for (rewards, _, _, terminations, truncations, gamma, gae_lambda), (advantages, _) in calls:
-        assert (gamma, gae_lambda) == (0.9, 0.95)
-        assert torch.equal(rewards, torch.ones(16, 4))
-        torch.testing.assert_close(advantages, torch.zeros(16, 4), rtol=0, atol=1e-5)
-        ends.update(zip(terminations.flatten().tolist(), truncations.flatten().tolist(), strict=True))
-    assert min(ends[True, False], ends[False, True], ends[True, True], ends[False, False]) > 0
 
 
 def test_normalisers_have_the_discount_and_stand_still_in_evaluation(continuous: ModuleType, tmp_path: Path) -> None:
@@ -191,6 +169,8 @@ def lengths_from(seed: int, episodes: int) -> list[int]:
 
 def test_best_is_of_the_best_evaluation(run_tiny: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = TARGET | {"eval_every": 64, "learning_rate": 0.02, "total_timesteps": 640}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "best.json").write_text(json.dumps({"problem": "Other-v0", "score": 1e9}))
     results = [run_tiny(seed=seed, **settings) for seed in (1, 2)]
     for result in results:
         progress, logdir = columns(result["logdir"]), Path(result["logdir"])
@@ -201,6 +181,30 @@ def test_best_is_of_the_best_evaluation(run_tiny: Run, tmp_path: Path, capsys: p
         assert json.loads((logdir / "best.json").read_text())["score"] == result["best_return"]
     winner = max(results, key=lambda result: result["best_return"])
     assert winner["logdir"] in capsys.readouterr().out.splitlines()[-1]
+
+
+def test_tracking_is_given_the_project_and_the_runs_name(run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: given.append(options)))
+    logdir = run_tiny(track="robots")["logdir"]
+    assert (given[0]["project"], given[0]["id"], given[0]["sync_tensorboard"]) == ("robots", Path(logdir).name, True)
+
+
+def test_an_episode_that_is_lost_with_its_worker_is_played_anew(
+    continuous: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here the third step of the evaluation says so, and the environments go on to their limit of 10 steps."""
+    args = tiny_args(continuous, tmp_path)
+    vec_env = continuous.make_envs(args, 2, continuous.RunningMeanStd())
+    step, number = vec_env.step, itertools.count(1)
+
+    def losing(actions: np.ndarray) -> Any:
+        lost = np.full(2, next(number) == 3)
+        obs, rewards, terminated, truncated, infos = step(actions)
+        return obs, rewards, terminated, truncated | lost, infos | {"worker_restarted": lost}
+
+    monkeypatch.setattr(vec_env, "step", losing)
+    assert continuous.evaluate(continuous.Agent(vec_env, args), vec_env)[1].tolist() == [10, 10]
 
 
 def test_a_run_starts_from_the_policy_that_it_is_given(continuous: ModuleType, run_tiny: Run, tmp_path: Path) -> None:

@@ -211,7 +211,7 @@ def test_one_optimiser_serves_the_whole_run(watched: Watched) -> None:
     [
         ("linear", [1, 2 / 3, 1 / 3], 0, [3]),
         ("none", [1, 1, 1], 1.5, [2, 3]),
-        ("exponential", [1, 0.01 ** (1 / 3), 0.01 ** (2 / 3)], 1, [1, 2, 3]),
+        ("exponential", [1, 0.01 ** (1 / 3), 0.01 ** (2 / 3)], 0.4, [1, 2, 3]),
     ],
 )
 def test_there_are_exactly_num_updates_with_their_rates_and_evaluations(
@@ -302,11 +302,34 @@ def test_equal_seeds_give_equal_runs_and_different_ones_do_not(script: ModuleTyp
     assert any(not torch.equal(x, y) for x, y in zip(other.values(), first.values(), strict=True))
 
 
+def test_evaluations_and_checkpoints_are_as_many_as_asked_for(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batch = tiny_args(script, tmp_path).batch_size
+    saved, made = spy(monkeypatch, script, "save"), spy(monkeypatch, script, "make_envs")
+    for save_every, expected in ((batch, 3), (0, 2)):  # 0: after the first update, and at the end
+        saved.clear()
+        script.train(
+            tiny_args(script, tmp_path / str(save_every), save_every=save_every, eval_every=0, eval_episodes=7)
+        )
+        assert [path.name for (path, _), _ in saved].count("latest.pt") == expected
+    assert {arguments[1] for arguments, _ in made} == {tiny_args(script, tmp_path).num_envs, 7}
+
+
+@can_compile
+def test_a_compiled_run_is_repeatable_and_close_to_an_eager_one(continuous: ModuleType, tmp_path: Path) -> None:
+    """--compile is the default, so all results are of it."""
+    compare_compiled_and_eager(continuous, tmp_path)
+
+
 @can_compile
 @pytest.mark.slow
-def test_a_compiled_run_is_repeatable_and_close_to_an_eager_one(script: ModuleType, tmp_path: Path) -> None:
-    """--compile is the default, so all results are of it. The learning rate is small, because what follows is the same
-    only as long as the policies agree."""
+def test_so_it_is_in_every_script(script: ModuleType, tmp_path: Path) -> None:
+    compare_compiled_and_eager(script, tmp_path)
+
+
+def compare_compiled_and_eager(script: ModuleType, tmp_path: Path) -> None:
+    """The learning rate is small, because what follows is the same only as long as the policies agree."""
     run = tiny_runner(script, tmp_path)
     values = {"learning_rate": 1e-4} | ({"amp": False} if hasattr(script.Args, "amp") else {})
     compiled, again, eager = (weights(run(compile=x, **values)["logdir"]) for x in (True, True, False))

@@ -142,7 +142,7 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
     "test_ppo_math::test_layers_start_orthogonal_with_zero_biases": {
         "the policy starts with large means": ("action_dim], output_std=0.01)", "action_dim], output_std=1.0)"),
     },
-    "test_continuous_script::test_an_exact_critic_gives_zero_advantages_in_the_training_loop": {
+    "test_loops::test_what_follows_a_step_is_the_final_observation": {
         "the reset observation is bootstrapped": ("next_values[times, indices] = agent", "_ = agent"),
         "a time limit is stored as a termination": (
             "(rewards, terminated, truncated, infos",
@@ -201,7 +201,7 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
     "test_continuous_script::test_normalisers_have_the_discount": {
         "evaluation moves the statistics": ("(statistics is None, 10.0)", "(True, 10.0)"),
     },
-    "test_teaching_numbers::test_evaluations_come_where_thresholds_are_crossed": {
+    "test_loops::test_there_are_exactly_num_updates[none]": {
         "thresholds must be hit exactly": (
             "run.global_step % (args.eval_every or math.inf) < args.batch_size",
             "run.global_step % (args.eval_every or math.inf) == 0",

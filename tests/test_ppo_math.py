@@ -326,7 +326,7 @@ def test_the_gradient_of_a_batch_is_the_mean_of_the_gradients_of_its_samples(scr
     agent, batch, args = real_batch(script, ent_coef=0.01)
     whole = gradient(script, agent, batch, args)
     singles = [gradient(script, agent, script.Batch(*(x[i : i + 1] for x in batch)), args) for i in range(16)]
-    torch.testing.assert_close(torch.stack(singles).mean(0), whole, rtol=1e-4, atol=1e-6)
+    assert float((torch.stack(singles).mean(0) - whole).norm()) < 1e-4 * float(whole.norm())
 
 
 def test_policy_and_value_gradients_go_where_they_belong(script: ModuleType) -> None:
@@ -354,8 +354,8 @@ def test_a_step_is_that_of_torchs_adam(script: ModuleType, max_grad_norm: float 
     small ones are not scaled up, and the logged norm is that before clipping."""
     agent, batch, args = real_batch(script, max_grad_norm=max_grad_norm, vf_coef=30.0)
     other = copy.deepcopy(agent)
-    optimizer = torch.optim.Adam(other.parameters(), lr=0.01, eps=1e-5)
-    weights, adam = flat(agent, 0.01)
+    optimizer = torch.optim.Adam(other.parameters(), lr=1e-4, eps=1e-5)
+    weights, adam = flat(agent, 1e-4)
     start = weights.clone()
     order = torch.stack([torch.randperm(16, generator=torch.Generator().manual_seed(i))[:8] for i in range(5)])
     metrics = script.take_steps(agent, args, weights, adam, script.Batch(*(x[order] for x in batch)))

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -181,6 +182,8 @@ def test_tensorboard_shows_one_curve_without_holes_or_doubled_points(continuous:
     events.Reload()
     steps = [event.step for event in events.Scalars("train/value_loss")]
     assert steps == [64 * update for update in range(1, 9)]
+    logged = {name for name, column in columns(logdir).items() if np.isfinite(column).any()}
+    assert set(events.Tags()["scalars"]) == logged - {"global_step"}
 
 
 # ---- continuing on purpose ------------------------------------------------------------------------------------------

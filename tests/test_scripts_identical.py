@@ -36,15 +36,8 @@ DIFFERENT = {
     "main": "one script can search too",
 }
 
+
 # The details of "The 37 implementation details of PPO" that every script has, and those of its domain.
-COMMON_DETAILS = set(range(2, 13))
-DOMAIN_DETAILS = {
-    "ppo_atari_mario": {16, 19, 21, 22},  # 14, 15, 17, 18 and 20 are in envs/atari.py
-    "ppo_cage2_parallel": {13, 26},
-    "ppo_continuous_mujoco": {13, 23, 24, 25, 26, 27, 28, 29, 30, 31},
-}
-
-
 @cache
 def definitions() -> dict[str, dict[str, str]]:
     """name -> script -> source text, decorators included, of top-level functions and classes."""
@@ -97,19 +90,6 @@ def test_the_updates_of_the_loops_are_one_text() -> None:
 
 def test_the_list_of_differences_names_only_what_is_shared() -> None:
     assert set(DIFFERENT) <= set(shared_names())
-
-
-@pytest.mark.parametrize("name", ["compute_gae", "ppo_loss", "take_steps", "save", "load"])
-def test_the_mathematics_is_in_every_script(name: str) -> None:
-    assert len(definitions()[name]) == 3
-
-
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.stem)
-def test_details_are_tagged_where_they_live(path: Path) -> None:
-    tags = re.findall(r"\bdetails? (\d+(?:(?:, | and )\d+)*)", path.read_text())
-    numbers = {int(number) for tag in tags for number in re.findall(r"\d+", tag)}
-    assert numbers == COMMON_DETAILS | DOMAIN_DETAILS[path.stem]
-    assert numbers <= set(range(1, 38))
 
 
 def imports_of(path: Path) -> set[str]:

@@ -244,8 +244,10 @@ class DeepEnv(CountEnv):
 def test_what_environments_raise_is_reported_in_25_lines_the_cause_first_without_our_frames() -> None:
     envs = SubprocVecEnv([CountEnv] + [DeepEnv] * 15, 2)
     envs.reset()
+    envs.step_async([0] * 16)
+    assert becomes_true(lambda: all(worker.done.get_value() > 0 for worker in envs._pool.workers), 20.0)
     with pytest.raises(ValueError, match=r"^ValueError during step in environment 1 \(.*the door is stuck") as caught:
-        envs.step([0] * 16)
+        envs.step_wait()
     text = str(caught.value)
     assert "14 other environments raised as well" in text
     assert text.count("Traceback") == 1
@@ -699,6 +701,7 @@ def test_transitions_are_valid_while_workers_are_killed(seconds: float, pause: f
     finally:
         stop.set()
         killer.join()
+    envs.step(generator.integers(0, 1000, num_envs))  # replaces who was killed last
     assert restarts >= min_restarts > 3
     assert len(os.listdir("/proc/self/fd")) <= descriptors
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss <= memory + 30_000  # KB

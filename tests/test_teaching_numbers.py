@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import columns, minibatches_of, spy, tiny_args
+from tests.conftest import columns, minibatches_of, spy
 from tests.known_values import SmallEnv
 from tests.test_ppo_math import column, gae, table_loss
 
@@ -334,42 +333,6 @@ def test_sizes_of_the_examples(script: ModuleType) -> None:
     assert args.num_minibatches * args.update_epochs == 64  # optimiser steps an update
     args = script.Args(num_envs=10, num_steps=32, num_minibatches=4)
     assert (args.batch_size, args.batch_size // args.num_minibatches) == (320, 80)
-
-
-def test_thresholds_are_crossed_where_multiples_are_missed() -> None:
-    """`step % 100_000 == 0` in steps of 4096 is first true at lcm(4096, 100 000) = 12.8 million, after the end. The
-    step that reaches or passes a multiple leaves a remainder below 4096."""
-    assert math.lcm(4096, 100_000) == 12_800_000
-    steps = [4096 * update for update in range(1, 2442)]
-    assert not [step for step in steps if step % 100_000 == 0]
-    assert sum(step % 100_000 < 4096 for step in steps) == 99  # and one more at the end of the run
-    assert [step for step in steps if step % 100_000 < 4096][:2] == [102_400, 200_704]
-    assert not [step for step in range(256, 100_001, 256) if step % 10_000 == 0]  # in the guide's debug preset too
-    assert sum(step % 10_000 < 256 for step in range(256, 100_001, 256)) == 9
-
-
-@pytest.mark.parametrize(
-    ("share", "evaluated"), [(1.5, [False, True, True]), (0.4, [True] * 3), (0, [False, False, True])]
-)
-def test_evaluations_come_where_thresholds_are_crossed(
-    script: ModuleType, tmp_path: Path, share: float, evaluated: list[bool]
-) -> None:
-    """Every 1.5 batches, several times in a batch, and only at the end."""
-    batch = tiny_args(script, tmp_path).batch_size
-    script.train(tiny_args(script, tmp_path / "run", eval_every=int(share * batch)))
-    returns = columns(tmp_path / "run")["eval/mean_return"]
-    assert [math.isfinite(value) for value in returns] == evaluated
-
-
-def test_a_loop_over_num_updates_plus_1_overruns_the_budget(continuous: ModuleType, run_tiny: Run) -> None:
-    """`for update in range(num_updates + 1)` with fraction 1 - (update - 1) / n: one pass more than ours and than paid
-    for, and the first learning rate is larger than asked for."""
-    sizes = {"num_envs": 8, "num_steps": 16, "num_minibatches": 1, "total_timesteps": 1000}
-    result = run_tiny(learning_rate=1.0, **sizes)
-    ours = columns(result["logdir"])["train/learning_rate"]
-    notes = [1 - (update - 1) / 7 for update in range(7 + 1)]
-    assert (result["global_step"], len(notes) * 128) == (896, 1024)
-    np.testing.assert_allclose([1 + 1 / 7, *ours], notes)
 
 
 class GrowingQueue(SmallEnv):

@@ -90,16 +90,20 @@ def expand(actions, now, plain, hosts):
 
 @njit
 def remember(now, actions, seen):
-    """Move the memories `now` (num_envs, MEMORY_SIZE) by a step: `actions` (num_envs,), then `seen` (num_envs, 52)."""
+    """Move the memories `now` (num_envs, MEMORY_SIZE) by a step: `actions` (num_envs,), then `seen` (num_envs, at least
+    52). Returns whether what it read in `seen` were bits."""
+    bits = True
     for n, action in enumerate(actions):
         for i in range(now.shape[1]):
             now[n, i] = max(now[n, i] * FADE[action, i], SET[action, i])
         for host in range(NUM_HOSTS):
             exploited = seen[n, 4 * host + 1]
             scanned = seen[n, 4 * host] - exploited  # bits 10, 11
+            bits = bits and (scanned == 0.0 or scanned == 1.0) and (exploited == 0.0 or exploited == 1.0)
             for k, activity in enumerate((scanned, exploited, scanned, exploited)):
                 i = FIRST_ACTIVITY + k * NUM_HOSTS + host
                 now[n, i] = max(now[n, i], activity)
+    return bits
 
 
 class Memory(VectorWrapper):
@@ -114,7 +118,8 @@ class Memory(VectorWrapper):
     actions. With `horizon`, which must be the games' `max_steps`, their limit is a termination, and the share of it
     that has passed is an input too.
 
-    Raises ValueError for environments that do not restart within the step that ends an episode (SAME_STEP).
+    Raises ValueError for environments that do not restart within the step that ends an episode (SAME_STEP), and where
+    the game's 52 bits are not the first of a wrapper's observation.
     """
 
     def __init__(
@@ -161,7 +166,8 @@ class Memory(VectorWrapper):
         if ended.size:
             seen = obs.copy()
             seen[ended] = np.stack(infos["final_obs"][ended])
-        remember(self.now, actions, seen)
+        if not remember(self.now, actions, seen) and self.memory:
+            raise ValueError("Memory reads the game's 52 bits: a wrapper appends to them, or do without (--no-memory).")
         self.steps += 1
         if ended.size:
             final = self.inputs(seen)
@@ -170,7 +176,7 @@ class Memory(VectorWrapper):
                 infos["final_obs"][n] = final[n]
             self.now[ended], self.steps[ended] = START, 0
         if self.horizon:  # the limit is then the end of the game, and no cut
-            terminated, truncated = truncated, terminated
+            terminated, truncated = terminated | truncated, np.zeros_like(truncated)
         return self.inputs(obs), rewards, terminated, truncated, infos
 
     def get_state(self) -> dict[str, Any]:
