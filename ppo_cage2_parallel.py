@@ -63,7 +63,7 @@ class RunArgs:
     resume: bool = False  # continue the run in --logdir from its latest.pt, with its arguments; flags given now win
     init_from: str | None = None  # checkpoint whose networks the run starts from
     device: str = "cpu"  # torch device: cpu, cuda, cuda:1 (networks this small are faster on a CPU)
-    torch_threads: int = 1  # CPU threads of torch: 2 are a fifth to two fifths faster on two idle cores
+    torch_threads: int = 1  # CPU threads of torch: 2 are two thirds faster on two idle cores
     compile: bool = True  # torch.compile the gradient steps: training is 1.5 times as fast, after 10 to 30 s
     eval_every: int = 1_000_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 200  # episodes of an evaluation against each red agent, fixed seeds, deterministic actions
@@ -564,7 +564,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
         left = f", {minutes:.1f} min left" if run.global_step > first else ""  # the first update also warms up
         line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
-        line += f"evaluation {run.score:.2f}, KL {metrics['approx_kl']:.4f}{left}"
+        line += f"score {run.score:.2f}, KL {metrics['approx_kl']:.4f}{left}"
         is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
         print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
         if run.compliant:
@@ -586,7 +586,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
 
     for resource in (vec_env, writer, log):
         resource.close()
-    print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.score:.2f}: {logdir}")
+    print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, score {run.score:.2f}: {logdir}")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a bad best.json costs only this line
         runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
         best_score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.game)
