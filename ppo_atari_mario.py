@@ -472,7 +472,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             outcome = map(torch.as_tensor, (rewards, ends, truncated, infos["raw_reward"]))
             rows.append((obs, actions, log_probs, values, *outcome))
             flags = infos.get("final_info", {}).get("flag_get", np.zeros(args.num_envs))  # of Mario's stages
-            for n in np.flatnonzero((terminated | truncated) & np.logical_not(infos.get("worker_restarted", False))):
+            for n in infos["ended_envs"]:
                 ended.append((infos["episode_return"][n], infos["episode_length"][n], terminated[n] and flags[n]))
             cuts += [(t, n, infos["final_obs"][n]) for n in np.flatnonzero(truncated & ~terminated).tolist()]
         # --- bootstrap ------------------------------------------------------------------------------------------------

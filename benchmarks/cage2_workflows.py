@@ -189,7 +189,8 @@ def main() -> None:
                                 "regret, look-ups with noise"], rows)  # fmt: skip
         page += "\n![returns, regrets and places](cage2_workflows.png)\n"
     pictures = {f"cage2_workflows_{folder.name}.png": search
-                for folder, search in zip(options.folders, searches, strict=True) if search not in tables}  # fmt: skip
+                for folder, search in zip(options.folders, searches, strict=True)
+                if len(search["workflows"]) < len(ORDERS)}  # fmt: skip
     page += "".join(f"\n![a search of {len(x['workflows'])} orders]({name})\n" for name, x in pictures.items())
     folder = write_results("cage2_workflows", data, page + "\n" + machine_line(data["machine"]), options.quick)
     if tables:

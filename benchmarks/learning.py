@@ -359,10 +359,11 @@ def report(name: str, suite: Suite, runs: list[Run], quick: bool, by_hand: str =
     for setting, group in groups.items():
         group["seeds"] = {seed: group["seeds"][seed] for seed in sorted(group["seeds"], key=int)}
         finals = list(group["seeds"].values())
-        for score, which in itertools.product(suite.scores or finals[0]["last"], ("last", "best")):
+        scores = suite.scores or tuple(finals[0]["last"])
+        for score, which in itertools.product(scores, ("last", "best")):
             if all(score in final[which] for final in finals):
                 values = np.array([final[which][score] for final in finals])
-                key = setting if score == next(iter(suite.scores), "") else f"{setting}, {score}"
+                key = setting if score == scores[0] else f"{setting}, {score}"
                 reference = (suite.references or {}).get(key, "")
                 rows.append([setting, score, which, *cells_of(values), reference if which == "last" else ""])
         means = [", ".join(number(final["means"][column]) for final in finals) for column in suite.means]
@@ -428,8 +429,7 @@ def main(argv: list[str]) -> int:
     commands = [shlex.join(argv[start + 1 : stop]) for start, stop in itertools.pairwise(stops)]
     taken = [word for command in commands for word in command.split() if word.partition("=")[0] in OURS]
     unknown = set(options.names) - set(SUITES)
-    wanted = [bool(commands), bool(options.names) or options.quick]
-    if taken or unknown or wanted in ([True, True], [False, False]):
+    if taken or unknown or bool(commands) == bool(options.names or options.quick):
         parser.error(f"{taken[0]} is given to each run by this program: leave it out" if taken else
                      f"name suites, of {', '.join(SUITES)}, or commands of your own after --")  # fmt: skip
     suites = {name: SUITES[name] for name in options.names or (SUITES if options.quick and not commands else ())}

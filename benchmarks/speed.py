@@ -83,10 +83,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument("--only", nargs="+", choices=SETTINGS, metavar="SETTING", help=", ".join(SETTINGS))
     options = parser.parse_args()
-    commits = f"{commit_of(ROOT)} / {commit_of(options.other)}"
     results = {} if options.quick else stored("speed", options.quick).get("results", {})
     for name in options.only or list(SETTINGS)[: 1 if options.quick else None]:
-        rounds = []
+        info, rounds = machine_info(), []
         for i in range(1 if options.quick else options.rounds):
             figures = {}
             for which in ("new", "old") if i % 2 == 0 else ("old", "new"):
@@ -94,7 +93,8 @@ def main() -> None:
                 figures[which], figures[f"{which}_compile"] = measure(checkout, name)
             rounds.append(figures | {"ratio": figures["new"] / figures["old"]})
         median = {key: statistics.median(row[key] for row in rounds) for key in rounds[0]}
-        results[name] = {"median": median, "rounds": rounds, "commits": commits, "machine": machine_info()}
+        commits = f"{info['commit']} / {commit_of(options.other)}"
+        results[name] = {"median": median, "rounds": rounds, "commits": commits, "machine": info}
         print(f"{name:34} {median['new']:>8,.0f} {median['old']:>8,.0f} steps/s  ratio {median['ratio']:.2f}  "
               f"compiling {median['new_compile']:.0f} s, {median['old_compile']:.0f} s", flush=True)  # fmt: skip
     write_page({name: results[name] for name in SETTINGS if name in results}, options.quick)

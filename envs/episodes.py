@@ -14,8 +14,9 @@ from envs.state import NoState
 
 class EpisodeStatistics(VectorWrapper):
     """Adds to the infos of every step, each (num_envs,): `raw_reward`, the reward before any wrapper around this one
-    changes it, and `episode_return` and `episode_length` of the episodes under way, those that just ended included; and
-    `ended`, of the episodes that have just ended and were not lost with a worker: (return, length, return / length).
+    changes it, and `episode_return` and `episode_length` of the episodes under way, those that just ended included. And
+    of the episodes that have just ended and were not lost with a worker: `ended_envs`, the indices of their
+    environments, and `ended`, (return, length, return / length) of each.
 
     Put it next to the environments. An observation or a reward that is not finite raises FloatingPointError before
     anything can learn from it. `set_state` returns whether the environments go on where they were saved: it is False
@@ -44,8 +45,10 @@ class EpisodeStatistics(VectorWrapper):
         infos |= {"raw_reward": rewards, "episode_return": self.returns, "episode_length": self.lengths}
         ended = np.flatnonzero(terminations | truncations)
         lost = infos.get("worker_restarted", np.zeros(self.num_envs, bool))  # with their worker, in mid-episode
-        infos["ended"] = [(self.returns[n], self.lengths[n], self.returns[n] / self.lengths[n])
-                          for n in ended if not lost[n]]  # fmt: skip
+        infos["ended_envs"] = [n for n in ended if not lost[n]]
+        infos["ended"] = [
+            (self.returns[n], self.lengths[n], self.returns[n] / self.lengths[n]) for n in infos["ended_envs"]
+        ]
         if ended.size:
             self.returns, self.lengths = self.returns.copy(), self.lengths.copy()
             self.returns[ended], self.lengths[ended] = 0.0, 0

@@ -37,7 +37,6 @@ DIFFERENT = {
 }
 
 
-# The details of "The 37 implementation details of PPO" that every script has, and those of its domain.
 @cache
 def definitions() -> dict[str, dict[str, str]]:
     """name -> script -> source text, decorators included, of top-level functions and classes."""
