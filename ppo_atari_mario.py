@@ -103,7 +103,7 @@ class PPOArgs:
     gamma: float = 0.95  # discount per step
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation: 0 trusts the critic, 1 the sampled return
     num_minibatches: int = 32  # minibatches of an epoch; must divide N*T
-    minibatch_growth: int = 4  # minibatches are so much larger while most episodes reach the flag: each holds few deaths
+    minibatch_growth: int = 4  # larger minibatches while most episodes reach the flag, so few deaths are in each
     update_epochs: int = 4  # passes over each batch
     norm_adv: Literal["minibatch", "batch", "per_env", "none"] = "minibatch"  # what advantages are normalised over
     clip_coef: float = 0.2  # epsilon: a probability ratio earns nothing beyond 1 +- epsilon

@@ -2,6 +2,7 @@
 
 python -m benchmarks.zoo RUN ...              # zoo/{task}.pt for each, and zoo/README.md anew
 python -m benchmarks.zoo --suffix head RUN    # zoo/{task}_head.pt: another one of a task
+python -m benchmarks.zoo --stages             # every checkpoint of Mario on all 32 stages: results/mario_stages.md
 """
 
 from __future__ import annotations
@@ -16,9 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import ROOT, parser_of
+from benchmarks.common import ROOT, machine_info, markdown_table, parser_of, write_results
+from benchmarks.learning import FIRST_SEED
 
 ZOO = ROOT / "zoo"
+STAGES = [f"{world}-{level}" for world in range(1, 9) for level in range(1, 5)]
 NEEDED = ("format", "args", "agent", "statistics")  # by play
 
 
@@ -66,14 +69,44 @@ def write_page() -> None:
     (ZOO / "README.md").write_text("\n".join(lines) + "\n")
 
 
+def flags_of(path: Path, stage: str, episodes: int) -> int:
+    """How many of `episodes` fresh deterministic episodes of a stage a checkpoint of Mario ends at the flag."""
+    mario = importlib.import_module("ppo_atari_mario")
+    checkpoint = mario.load(path)
+    args = mario.Args(**checkpoint["args"] | mario.HERE | {"env_id": f"Mario-{stage}"})
+    with contextlib.closing(mario.make_envs(args, episodes)) as vec_env:
+        agent = mario.Agent(vec_env, args)
+        mario.load_policy(checkpoint, agent)
+        _, _, infos = mario.evaluate(agent, vec_env, seed=FIRST_SEED)
+    return sum(info["flag_get"] for info in infos)
+
+
+def write_stages(paths: list[Path], stages: list[str], episodes: int) -> None:
+    """Write results/mario_stages: every stage with every network."""
+    flags = {path.stem: {stage: flags_of(path, stage, episodes) for stage in stages} for path in paths}
+    best = {stage: max(of_one[stage] for of_one in flags.values()) for stage in stages}
+    reached = [stage for stage in stages if best[stage] >= 0.9 * episodes]
+    own = {name: name.removeprefix("Mario-").split("_") for name in flags}
+    rows = [[stage, *(f"**{flags[name][stage]}**" if stage in own[name] else str(flags[name][stage]) for name in flags)]
+            for stage in stages]  # fmt: skip
+    page = "# mario_stages: what each network of zoo/ does on every stage\n\n`python -m benchmarks.zoo --stages`. Of "
+    page += f"{episodes} deterministic episodes, with random waiting and sticky actions, those that reach the flag; in "
+    page += f"bold the stages that a network was trained on. At 90 % or more: {', '.join(reached) or 'none'}, "
+    page += f"{len(reached)} of {len(stages)}.\n\n" + markdown_table(["stage", *flags], rows)
+    write_results("mario_stages", {"machine": machine_info(), "flags": flags}, page, quick=stages != STAGES)
+
+
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN")
     parser.add_argument("--suffix", default="", help="of the name")
+    parser.add_argument("--stages", action="store_true", help="play every stage with every checkpoint of Mario")
     options = parser.parse_args()
     for run in options.runs:
         add(run, options.suffix)
     write_page()
+    if options.stages:
+        write_stages(sorted(ZOO.glob("Mario-*.pt")), STAGES, episodes=100)
 
 
 if __name__ == "__main__":

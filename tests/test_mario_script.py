@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -176,11 +177,24 @@ def run(mario: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_leaves_its_record(mario: ModuleType, run: Path) -> None:
     progress = columns(run)
     assert progress["global_step"] == [16, 32, 48, 64, 80, 96]
-    assert progress["counters/minibatch_updates"] == [4, 8, 10, 12, 14, 16]  # half as many from a third of the run on
+    assert progress["counters/minibatch_updates"] == [4, 8, 12, 16, 20, 24]
     assert set(progress["rollout/success_rate"]) == {0}
     for kind in ("eval", "eval_sampled"):
         for name in ("mean_return", "std_return", "mean_length", "success_rate"):
             assert np.isfinite(progress[f"{kind}/{name}"]).tolist() == [False, True] * 3
+
+
+@pytest.mark.parametrize(("success", "expected"), [(math.nan, 4), (0.5, 4), (0.6, 2)])
+def test_minibatches_are_larger_while_most_episodes_reach_the_flag(
+    mario: ModuleType, tmp_path: Path, success: float, expected: int
+) -> None:
+    args = tiny_args(mario, tmp_path, total_timesteps=16)  # 4 minibatches, and no episode ends
+    mario.train(args)
+    state = mario.load(tmp_path / "latest.pt")
+    state["run"]["training_success"] = success
+    mario.save(tmp_path / "latest.pt", state)
+    mario.train(replace(args, resume=True, total_timesteps=32))
+    assert columns(tmp_path)["counters/minibatch_updates"] == [4, 4 + expected]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

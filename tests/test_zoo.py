@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.zoo import score
+from benchmarks import common, zoo
 from envs.mario import available_backends
 from tests.conftest import ROOT
 
@@ -20,7 +20,7 @@ def test_a_checkpoint_plays_as_its_row_says(path: Path) -> None:
     row = json.loads(path.with_suffix(".json").read_text())
     if row["script"] == "ppo_atari_mario" and "fceumm" not in available_backends():
         pytest.skip("it has learnt on FCEUmm: make fceumm")
-    three = score(path, row["script"], 3)["mean_return"]  # of the 100 in the row: no others, so the bound is narrow
+    three = zoo.score(path, row["script"], 3)["mean_return"]  # of the 100 in the row: no others, so the bound is narrow
     assert abs(three - row["mean_return"]) < 1.5 * row["std_return"] + 1
 
 
@@ -35,3 +35,17 @@ def test_a_checkpoint_holds_only_what_play_needs() -> None:
     for path in CHECKPOINTS:
         row = json.loads(path.with_suffix(".json").read_text())
         assert importlib.import_module(row["script"]).load(path).keys() <= {"format", "args", "agent", "statistics"}
+
+
+@pytest.mark.skipif("fceumm" not in available_backends(), reason="they have learnt on FCEUmm: make fceumm")
+def test_the_table_of_stages_marks_what_a_network_was_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(common, "QUICK_RESULTS", tmp_path)
+    zoo.write_stages([ROOT / "zoo" / "Mario-1-1.pt"], ["1-1", "8-1"], episodes=4)
+    page = (tmp_path / "mario_stages.md").read_text()
+    flags = json.loads((tmp_path / "mario_stages.json").read_text())["flags"]["Mario-1-1"]
+    assert flags["1-1"] >= 2  # it has learnt this stage, and of the other one nothing
+    assert flags["8-1"] == 0
+    assert f"| 1-1 | **{flags['1-1']}** |" in page
+    assert "| 8-1 | 0 |" in page
