@@ -103,7 +103,7 @@ class PPOArgs:
     gamma: float = 0.95  # discount per step
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation: 0 trusts the critic, 1 the sampled return
     num_minibatches: int = 32  # minibatches of an epoch; must divide N*T
-    minibatch_growth: int = 4  # larger minibatches while most episodes reach the flag, so few deaths are in each
+    minibatch_growth: int = 4  # larger minibatches while 80 % of the episodes reach the flag, so few deaths are in each
     update_epochs: int = 4  # passes over each batch
     norm_adv: Literal["minibatch", "batch", "per_env", "none"] = "minibatch"  # what advantages are normalised over
     clip_coef: float = 0.2  # epsilon: a probability ratio earns nothing beyond 1 +- epsilon
@@ -435,7 +435,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
     (logdir / "config.json").write_text(json.dumps(config, indent=1))
     print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
-          f"epochs x {args.num_minibatches} minibatches ({late_num_minibatches} while most reach the flag), "
+          f"epochs x {args.num_minibatches} minibatches ({late_num_minibatches} at 80 % flags), "
           f"{type(vec_env.unwrapped).__name__}: {logdir}")  # fmt: skip
     if args.compile:
         print("The first update compiles the gradient steps, which takes 10 to 30 s.", flush=True)
@@ -452,7 +452,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         adam["learning_rate"] = torch.tensor(args.learning_rate * annealing[args.lr_decay], device=args.device)
         ent_coef: Any = torch.tensor(args.ent_coef * annealing[args.ent_decay], device=args.device)
         loss_args = replace(args, ent_coef=ent_coef)  # tensors, since compiled code takes numbers for constants
-        num_minibatches = late_num_minibatches if run.training_success > 0.5 else args.num_minibatches
+        num_minibatches = late_num_minibatches if run.training_success > 0.8 else args.num_minibatches
         # --- collect --------------------------------------------------------------------------------------------------
         rows: list[tuple[Tensor, ...]] = []  # of each step, in the order below
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
