@@ -58,7 +58,7 @@ class RunArgs:
     configs: tuple[str, ...] = ()  # presets, layered from left to right; flags win over them
     env_id: str = "Mario-1-1"  # Mario-1-1 to 8-4, several: Mario-1-1,2-1, Mario-random, Mario-full, ALE/Breakout-v5
     seed: int = 1  # seed of networks, sampling and environments (environment n gets seed + n)
-    total_timesteps: int = 1_500_000  # environment steps of the whole run, rounded down to whole batches
+    total_timesteps: int = 1_000_000  # environment steps of the whole run, rounded down to whole batches
     logdir: str | None = None  # run folder; default runs/{env_id}__{script}__{seed}__{time}
     resume: bool = False  # continue the run in --logdir from its latest.pt, with its arguments; flags given now win
     init_from: str | None = None  # checkpoint whose networks the run starts from
