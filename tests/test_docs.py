@@ -352,11 +352,10 @@ def test_scores_on_cage2_and_flags_on_mario_are_those_measured() -> None:
     seeds = results("cage2_learning")["settings"]["CAGE2, leaderboard"]["seeds"]
     scores = [run["last"]["score"] for run in seeds.values()]
     assert_summarised(scores, row_with(README, "CAGE 2, leaderboard rules")[0])
-    mario = results("mario_learning")["settings"]
-    flags = {name: {seed: 100 * run["last"]["flag, deterministic"] for seed, run in mario[f"{name}, fceumm"]["seeds"].items()}
-             for name in ("Mario-1-1", "Mario-1-1,1-4,3-2,4-1")}  # fmt: skip
-    assert_summarised([*flags["Mario-1-1"].values()], row_with(README, "Mario 1-1")[0])
-    of_four_stages = flags["Mario-1-1,1-4,3-2,4-1"]["12"]  # seed 11 had another rule for the growth of minibatches
+    flags = {name: {seed: 100 * run["last"]["flag, deterministic"] for seed, run in setting["seeds"].items()}
+             for name, setting in results("mario_learning")["settings"].items()}  # fmt: skip
+    assert_summarised([*flags["Mario-1-1, fceumm"].values()], row_with(README, "Mario 1-1")[0])
+    of_four_stages = flags["Mario-1-1,1-4,3-2,4-1, fceumm"]["12"]  # minibatches of seed 11 grew by another rule
     assert row_with(README, "Mario, one network")[0] == f"{of_four_stages:.0f} % (1 seed)"
 
 
