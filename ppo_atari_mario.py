@@ -400,8 +400,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     torch._dynamo.config.recompile_limit = 1000  # of one process, which may be a sweep over many runs
     options: Any = {"cpp_wrapper": args.device == "cpu"}
     update: Any = torch.compile(take_steps, dynamic=False, options=options) if args.compile else take_steps
-    late_num_minibatches = args.num_minibatches // args.minibatch_growth
-    steps_per_call = math.gcd(4, late_num_minibatches)  # one compiled call for each step would cost half as much again
+    num_large_minibatches = args.num_minibatches // args.minibatch_growth
+    steps_per_call = math.gcd(4, num_large_minibatches)  # one compiled call for each step would cost half as much again
     run = SimpleNamespace(global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
                           training_return=math.nan, training_success=math.nan, mean_return=math.nan,
                           best_return=-math.inf)  # fmt: skip
@@ -435,7 +435,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
     (logdir / "config.json").write_text(json.dumps(config, indent=1))
     print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
-          f"epochs x {args.num_minibatches} minibatches ({late_num_minibatches} at 80 % flags), "
+          f"epochs x {args.num_minibatches} minibatches ({num_large_minibatches} from 80 % flags on), "
           f"{type(vec_env.unwrapped).__name__}: {logdir}")  # fmt: skip
     if args.compile:
         print("The first update compiles the gradient steps, which takes 10 to 30 s.", flush=True)
@@ -452,7 +452,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         adam["learning_rate"] = torch.tensor(args.learning_rate * annealing[args.lr_decay], device=args.device)
         ent_coef: Any = torch.tensor(args.ent_coef * annealing[args.ent_decay], device=args.device)
         loss_args = replace(args, ent_coef=ent_coef)  # tensors, since compiled code takes numbers for constants
-        num_minibatches = late_num_minibatches if run.training_success > 0.8 else args.num_minibatches
+        num_minibatches = num_large_minibatches if run.training_success > 0.8 else args.num_minibatches
         # --- collect --------------------------------------------------------------------------------------------------
         rows: list[tuple[Tensor, ...]] = []  # of each step, in the order below
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode

@@ -58,6 +58,7 @@ from benchmarks.common import (
     write_results,
 )
 from benchmarks.curves import draw, read_curve
+from envs.mario import STAGES
 
 FOLDER = ROOT / "runs" / "learning"
 FIRST_SEED = 1_000_000  # of the episodes that judge
@@ -98,7 +99,7 @@ CELLS = tuple(f"{red}_{horizon}" for horizon in (30, 50, 100) for red in ("b_lin
 WINNER = (-3.47, -5.64, 0, -6.41, -8.69, 0, -13.76, -16.6, 0)
 SECOND = (-3.48, -6.47, 0, -5.85, -10.33, 0, -11.39, -19.38, 0)
 DISCOUNTED = "--average-reward-rate None --gamma"
-MARIO = {f"{world}-{level}": "" for world in range(1, 9) for level in range(1, 5)} | {
+MARIO = dict.fromkeys(STAGES, "") | {
     "1-1,1-4,3-2,4-1": "--total-timesteps 3000000",
     "1-1,1-3,1-4,3-2,4-1": "--total-timesteps 3500000",
 }  # stage or stages of one network -> length

@@ -19,9 +19,9 @@ import torch
 
 from benchmarks.common import ROOT, machine_info, markdown_table, parser_of, write_results
 from benchmarks.learning import FIRST_SEED
+from envs.mario import STAGES
 
 ZOO = ROOT / "zoo"
-STAGES = [f"{world}-{level}" for world in range(1, 9) for level in range(1, 5)]
 NEEDED = ("format", "args", "agent", "statistics")  # by play
 
 
