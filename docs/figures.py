@@ -549,29 +549,47 @@ def halfcheetah() -> Numbers:
 
 
 def learning() -> Numbers:
-    """Evaluation return on two robots: ours, our preset `cleanrl`, SB3 (with the former code's measurement), and what
-    CleanRL publishes for HalfCheetah-v4 (1,443, of training episodes): mean and one standard deviation over seeds."""
+    """Evaluation return on two robots over steps and over minutes: ours, our preset `cleanrl`, SB3 (with the former
+    code's measurement), and what CleanRL publishes for HalfCheetah-v4 (1,443, of training episodes): mean and one
+    standard deviation over seeds. Minutes: a run's steps at the speed of the median run, on two shared cores."""
     folder = FOLDER.parents[1] / "results"
     settings = json.loads((folder / "mujoco_learning_1000k.json").read_text())["settings"]
     former = json.loads((folder / "former_mujoco_learning_1000k.json").read_text())["tasks"]
-    figure, axes = canvas(2, width=3.6)
-    for axis, task in zip(axes, ("HalfCheetah-v5", "Walker2d-v5"), strict=True):
-        sb3 = [run["evaluations"] for run in former[task]["sb3_seeds"].values()]
-        lines = {"SB3, its Zoo's settings": ([x["global_step"] for x in sb3], [x["mean_return"] for x in sb3], RED)}
-        for line, name, color in (("ours", "ours", BLUE), ("cleanrl", "ours with CleanRL's settings", "gray")):
-            curves = [run["curve"] for run in settings.get(f"{task}, {line}", {"seeds": {}})["seeds"].values()]
-            if curves:
-                lines[name] = [x["steps"] for x in curves], [x["y"] for x in curves], color
-        for name, (steps, returns, color) in reversed(lines.items()):
-            mean, spread = np.mean(returns, axis=0), np.std(returns, axis=0, ddof=1)
-            million = np.mean(steps, axis=0) / 1e6
-            axis.plot(million, mean, color=color, lw=2, label=f"{name}, {len(returns)} seeds")
-            axis.fill_between(million, mean - spread, mean + spread, color=color, alpha=0.2, lw=0)
-        axis.set(title=task, xlabel="million environment steps", ylabel="evaluation return", ylim=(0, None))
-    axes[0].axhline(1443, color="gray", ls="--", lw=1, label="CleanRL, published (v4)")
-    axes[0].legend(fontsize=7, loc=(0.26, 0.34))
+    figure, axes = canvas(2, width=3.6, height=2.5, rows=2)
+    for column, task in enumerate(("HalfCheetah-v5", "Walker2d-v5")):
+        runs = {  # of each line: (steps, returns, minutes of the run) of each seed
+            "ours with CleanRL's settings": curves_of(settings, f"{task}, cleanrl"),
+            "ours": curves_of(settings, f"{task}, ours"),
+            "SB3, its Zoo's settings": [
+                (run["evaluations"]["global_step"], run["evaluations"]["mean_return"], run["seconds"] / 60)
+                for run in former[task]["sb3_seeds"].values()
+            ],
+        }
+        for (name, seeds), color in zip(runs.items(), ("gray", BLUE, RED), strict=True):
+            if not seeds:
+                continue
+            steps, returns = (np.array([seed[k] for seed in seeds]) for k in (0, 1))
+            mean, spread = returns.mean(axis=0), returns.std(axis=0, ddof=1)
+            million = steps.mean(axis=0) / 1e6
+            minutes = million / million[-1] * np.median([seed[2] for seed in seeds])
+            for axis, x in ((axes[column], million), (axes[2 + column], minutes)):
+                axis.plot(x, mean, color=color, lw=2, label=f"{name}, {len(seeds)} seeds")
+                axis.fill_between(x, mean - spread, mean + spread, color=color, alpha=0.2, lw=0)
+        axes[column].set(title=task, xlabel="million environment steps", ylim=(0, None))
+        axes[2 + column].set(xlabel="minutes (logarithmic)", xscale="log", ylim=(0, None))
+        axes[2 + column].xaxis.set_major_formatter("{x:g}")
+    for axis in axes[::2]:
+        axis.set_ylabel("evaluation return")
+        axis.axhline(1443, color="gray", ls="--", lw=1, label="CleanRL, published (v4)")
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize=8)
     save(figure, "learning")
     return {}
+
+
+def curves_of(settings: dict[str, Any], name: str) -> list[tuple[list[float], list[float], float]]:
+    """(steps, returns, minutes of the whole run) of each seed of a setting of results/; [] where it was not run."""
+    seeds = settings.get(name, {"seeds": {}})["seeds"].values()
+    return [(run["curve"]["steps"], run["curve"]["y"], run["curve"]["minutes"][-1]) for run in seeds]
 
 
 FIGURES = (
