@@ -315,7 +315,7 @@ def assert_summarised(values: list[float], text: str) -> None:
 def row_with(page: Path, label: str) -> list[str]:
     """The cells of the last row of a page's tables that begins with a label, without it."""
     rows = re.findall(rf"^\| {re.escape(label)}(?=[ ,])[^|]*\| (.*) \|$", text_of(page), re.MULTILINE)
-    return rows[-1].split(" | ")
+    return [cell.strip() for cell in rows[-1].split("|")]
 
 
 def final_returns(name: str, kind: str = "seeds") -> dict[str, list[float]]:
@@ -330,12 +330,15 @@ def test_returns_on_mujoco_are_those_measured() -> None:
     final, sb3 = final_returns(former), final_returns(former, "sb3_seeds")
     in_readme = re.findall(r"^\| (\w+-v5)\b", text_of(README), re.MULTILINE)
     assert in_readme
-    present = {name.partition(",")[0]: [run["last"]["return"] for run in setting["seeds"].values()]
-               for name, setting in results("mujoco_learning_1000k")["settings"].items()
-               if name.endswith(", ours")}  # fmt: skip
+    after_1m, after_3m = ({name.partition(",")[0]: [run["last"]["return"] for run in setting["seeds"].values()]
+                           for name, setting in results(f"mujoco_learning_{length}")["settings"].items()
+                           if name.endswith(", ours")} for length in ("1000k", "3000k"))  # fmt: skip
     for task in in_readme:
-        ours, others = row_with(README, task)[:2]
-        assert_summarised((final | present)[task], ours)
+        ours, longer, others = row_with(README, task)[:3]
+        assert_summarised(after_1m[task], ours)
+        assert bool(longer) == (task in after_3m), task
+        if longer:
+            assert_summarised(after_3m[task], longer)
         quoted = re.search(r"(\S+) \(SB3 here\)", others.replace("**", ""))
         assert quoted is None or quoted[1] == f"{statistics.mean(sb3[task]):,.0f}", task
     tables = text_of(DOCS / "mujoco_tried.md").partition("\n## Results\n")[2].partition("results/")[0]
