@@ -78,7 +78,9 @@ def flags_of(path: Path, stage: str, episodes: int) -> int:
         agent = mario.Agent(vec_env, args)
         mario.load_policy(checkpoint, agent)
         _, _, infos = mario.evaluate(agent, vec_env, seed=FIRST_SEED)
-    return sum(info["flag_get"] for info in infos)
+    flags = sum(info["flag_get"] for info in infos)
+    print(f"{path.stem} on {stage}: {flags} of {episodes}", flush=True)
+    return flags
 
 
 def write_stages(paths: list[Path], stages: list[str], episodes: int) -> None:
