@@ -42,10 +42,10 @@ def test_the_table_of_stages_marks_what_a_network_was_trained_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(common, "QUICK_RESULTS", tmp_path)
-    zoo.write_stages([ROOT / "zoo" / "Mario-1-1.pt"], ["1-1", "8-1"], episodes=4)
+    zoo.write_stages([ROOT / "zoo" / "Mario-1-1.pt"], ("1-1", "8-1"), episodes=5)
     page = (tmp_path / "mario_stages.md").read_text()
     flags = json.loads((tmp_path / "mario_stages.json").read_text())["flags"]["Mario-1-1"]
     assert flags["1-1"] >= 2  # it has learnt this stage, and of the other one nothing
     assert flags["8-1"] == 0
     assert f"| 1-1 | **{flags['1-1']}** |" in page
-    assert "| 8-1 | 0 |" in page
+    assert "| 8-1 | 0 of 1 |" in page
