@@ -87,7 +87,8 @@ def write_stages(paths: list[Path], stages: tuple[str, ...], episodes: int) -> N
     """Write results/mario_stages: every stage with every network, a fifth of the episodes where it was not trained."""
     few = episodes // 5
     flags: dict[str, dict[str, int]] = {path.stem: {} for path in paths}
-    rows, reached = [], []
+    rows: list[list[str]] = []
+    reached: set[str] = set()
     for stage in stages:
         cells = []
         for path in paths:
@@ -95,13 +96,13 @@ def write_stages(paths: list[Path], stages: tuple[str, ...], episodes: int) -> N
             count = flags[path.stem][stage] = flags_of(path, stage, episodes if trained else few)
             cells.append(f"**{count}**" if trained else f"{count} of {few}")
             if trained and count >= 0.9 * episodes:
-                reached.append(stage)
+                reached.add(stage)
         rows.append([stage, *cells])
     page = f"""# mario_stages: what each network of zoo/ does on every stage
 
 `python -m benchmarks.zoo --stages`. Flags reached in deterministic episodes, with random waiting and sticky actions: in
-bold of {episodes}, on the stages that a network was trained on, else of {few}. At 90 % or more: {len(set(reached))} of
-{len(stages)} ({", ".join(dict.fromkeys(reached)) or "none"}).
+bold of {episodes}, on the stages that a network was trained on, else of {few}. At 90 % or more: {len(reached)} of
+{len(stages)} ({", ".join(sorted(reached)) or "none"}).
 
 {markdown_table(["stage", *flags], rows)}"""
     write_results("mario_stages", {"machine": machine_info(), "flags": flags}, page, quick=stages != STAGES)
