@@ -377,9 +377,8 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
 
 # ---- Training --------------------------------------------------------------------------------------------------------
 def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
-    """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
-    Raises FloatingPointError for a number that is not finite, WorkerError where an environment fails. A signal in
-    `signals`, which `main` fills, ends the run after its update."""
+    """Train, evaluate and save as `args` say; a signal in `signals`, which `main` fills, ends the run after its update.
+    Returns the run folder, step counts and evaluations' returns. Raises FloatingPointError, WorkerError."""
     backend: Any = resolve_backend(args.backend) if args.env_id.startswith("Mario-") else args.backend
     args = replace(args, backend=backend)  # a checked copy; a policy belongs to the emulator that it has learnt on
     with contextlib.suppress(AttributeError):  # glibc is to keep what is freed: it costs a fifth of an update otherwise
@@ -589,18 +588,16 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
+    """Read a checkpoint: nothing in it is executed."""
     require(path.is_file(), f"There is no file {path}: see --logdir and --checkpoint (an evaluation writes best.pt).")
     try:
         require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
         require(state["format"] == FORMAT, f"it is {state['format']}")
         state["args"] = {name: x for name, x in state["args"].items() if name in Args.__dataclass_fields__}
-        env_id = Args(**state["args"] | HERE).env_id
+        Args(**state["args"] | HERE)  # checks them
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
         raise OSError(f"{path} is damaged or no {FORMAT}: {error!r:.99}") from None
-    trusted = ":" not in env_id or any(x.endswith(env_id) for x in sys.argv) or env_id.split(":")[0] in sys.modules
-    require(trusted, f"{path} imports the module of {env_id}: if you trust it, add --env-id {env_id}.")
     return state
 
 

@@ -330,9 +330,8 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
 
 # ---- Training --------------------------------------------------------------------------------------------------------
 def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
-    """Train, evaluate and save as `args` say. Returns the run folder, the step counts and the evaluations' returns.
-    Raises FloatingPointError for a number that is not finite, WorkerError where an environment fails. A signal in
-    `signals`, which `main` fills, ends the run after its update."""
+    """Train, evaluate and save as `args` say; a signal in `signals`, which `main` fills, ends the run after its update.
+    Returns the run folder, step counts and evaluations' returns. Raises FloatingPointError, WorkerError."""
     args = replace(args)  # a checked copy
     torch.set_num_threads(1)  # networks this small gain nothing from more
     torch.manual_seed(args.seed)
@@ -574,6 +573,7 @@ class PlayArgs:
 def play(options: PlayArgs) -> list[float]:
     """Play the policy of a checkpoint and print each episode's return; returns these. With --save-gif, film it."""
     check_ranges(options)
+    torch.manual_seed(options.seed)  # of sampled actions
     path = Path(options.logdir or "", options.checkpoint.removesuffix(".pt") + ".pt")
     checkpoint = load(path)
     args = Args(**checkpoint["args"] | HERE)
