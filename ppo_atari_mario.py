@@ -588,16 +588,18 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 
 def load(path: Path) -> dict[str, Any]:
-    """Read a checkpoint: nothing in it is executed."""
+    """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
     require(path.is_file(), f"There is no file {path}: see --logdir and --checkpoint (an evaluation writes best.pt).")
     try:
         require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
         require(state["format"] == FORMAT, f"it is {state['format']}")
         state["args"] = {name: x for name, x in state["args"].items() if name in Args.__dataclass_fields__}
-        Args(**state["args"] | HERE)  # checks them
+        env_id = Args(**state["args"] | HERE).env_id
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
         raise OSError(f"{path} is damaged or no {FORMAT}: {error!r:.99}") from None
+    trusted = ":" not in env_id or any(x.endswith(env_id) for x in sys.argv) or env_id.split(":")[0] in sys.modules
+    require(trusted, f"{path} imports the module of {env_id}: if you trust it, add --env-id {env_id}.")
     return state
 
 

@@ -240,10 +240,11 @@ class Run:
     def start(self) -> None:
         """In a session of its own: Ctrl-C on the terminal reaches it through us, once."""
         self.logdir.mkdir(parents=True, exist_ok=True)
-        launches, words = self.launches(), self.words()
-        if words[0] != "-c":  # what judges is no part of the run
+        launches = self.launches()
+        if not (self.logdir / "trained").exists():  # what judges is no part of the run
             launches["commits"] = list(dict.fromkeys([*launches["commits"], commit_of(ROOT)]))
         (self.logdir / "launches.json").write_text(json.dumps(launches))
+        words = self.words()
         print(f"{time.strftime('%H:%M:%S')} {self.setting}, seed {self.seed}: {shlex.join(words)[:150]}", flush=True)
         with open(self.logdir / "output.txt", "a") as output:
             self.process = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdin=subprocess.DEVNULL, stdout=output,

@@ -86,23 +86,22 @@ def flags_of(path: Path, stage: str, episodes: int) -> int:
 def write_stages(paths: list[Path], stages: tuple[str, ...], episodes: int) -> None:
     """Write results/mario_stages: every stage with every network, a fifth of the episodes where it was not trained."""
     few = episodes // 5
-    flags: dict[str, dict[str, int]] = {path.stem: {} for path in paths}
-    rows: list[list[str]] = []
-    reached: set[str] = set()
-    for stage in stages:
-        cells = []
-        for path in paths:
-            trained = stage in path.stem.removeprefix("Mario-").split("_")
-            count = flags[path.stem][stage] = flags_of(path, stage, episodes if trained else few)
-            cells.append(f"**{count}**" if trained else f"{count} of {few}")
-            if trained and count >= 0.9 * episodes:
-                reached.add(stage)
-        rows.append([stage, *cells])
+    trained = {path.stem: path.stem.removeprefix("Mario-").split("_") for path in paths}
+    flags = {
+        path.stem: {stage: flags_of(path, stage, episodes if stage in trained[path.stem] else few) for stage in stages}
+        for path in paths
+    }
+    rows = [
+        [stage, *(f"**{x[stage]}**" if stage in trained[name] else f"{x[stage]} of {few}" for name, x in flags.items())]
+        for stage in stages
+    ]
+    reached = sorted({stage for stage in stages for name, x in flags.items()
+                      if stage in trained[name] and x[stage] >= 0.9 * episodes})  # fmt: skip
     page = f"""# mario_stages: what each network of zoo/ does on every stage
 
 `python -m benchmarks.zoo --stages`. Flags reached in deterministic episodes, with random waiting and sticky actions: in
 bold of {episodes}, on the stages that a network was trained on, else of {few}. At 90 % or more: {len(reached)} of
-{len(stages)} ({", ".join(sorted(reached)) or "none"}).
+{len(stages)} ({", ".join(reached) or "none"}).
 
 {markdown_table(["stage", *flags], rows)}"""
     write_results("mario_stages", {"machine": machine_info(), "flags": flags}, page, quick=stages != STAGES)
