@@ -124,7 +124,8 @@ SUITES: dict[str, Suite] = {
         note="Share of episodes that reach the flag, with random waiting before the start and sticky actions; the "
         "curve is of the training's episodes."),
     "cage2": Suite(
-        {f"CAGE2, {rules}": f"ppo_cage2_parallel.py --version {rules}" for rules in ("leaderboard", "head")},
+        {"CAGE2, leaderboard": "ppo_cage2_parallel.py --version leaderboard",
+         "CAGE2, head": "ppo_cage2_parallel.py --configs head"},
         metric="eval/score", scores=("score", *CELLS), episodes=1000,
         references={"CAGE2, leaderboard": "-54.57 (the winner), -56.9 (the second)",
                     "CAGE2, head": "-86.90 (the winner's weights, trained on leaderboard rules)"}
