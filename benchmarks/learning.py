@@ -227,11 +227,14 @@ class Run:
         self.launches()
         return (self.logdir / "final.json").exists()
 
+    def is_trained(self) -> bool:
+        return (self.logdir / "trained").exists()
+
     def words(self) -> list[str]:
         """What is to be done next: train, go on training, or judge."""
         words = shlex.split(self.command)
         script = next(i for i, word in enumerate(words) if word.endswith(".py"))
-        if (self.logdir / "trained").exists():
+        if self.is_trained():
             call = f"judge({words[script]!r}, {str(self.logdir)!r}, {self.episodes})"
             return ["-c", f"from benchmarks.learning import judge; {call}"]
         if (self.logdir / "latest.pt").exists():
@@ -242,7 +245,7 @@ class Run:
         """In a session of its own: Ctrl-C on the terminal reaches it through us, once."""
         self.logdir.mkdir(parents=True, exist_ok=True)
         launches = self.launches()
-        if not (self.logdir / "trained").exists():  # what judges is no part of the run
+        if not self.is_trained():  # what judges is no part of the run
             launches["commits"] = list(dict.fromkeys([*launches["commits"], commit_of(ROOT)]))
         (self.logdir / "launches.json").write_text(json.dumps(launches))
         words = self.words()
