@@ -346,7 +346,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     actor_rate, critic_rate = args.learning_rate, args.critic_learning_rate or args.learning_rate
     rates = ((p, critic_rate if name.startswith("critic") else actor_rate) for name, p in agent.named_parameters())
     learning_rates = nn.utils.parameters_to_vector(torch.full_like(p, rate) for p, rate in rates)
-    adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": torch.zeros(())}
+    adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": weights.new_zeros(())}
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
     torch._dynamo.config.recompile_limit = 1000  # of one process, which may be a sweep over many runs
     options: Any = {"cpp_wrapper": args.device == "cpu", "cpp.use_decompose_tanh": True}  # the latter vectorises tanh

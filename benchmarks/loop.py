@@ -3,6 +3,7 @@
     python -m benchmarks.loop mujoco_loop        # HalfCheetah, Ant, Humanoid; three settings each: two hours
     python -m benchmarks.loop cage2_loop         # 25 and 256 environments
     python -m benchmarks.loop mario_loop [--pip-nes-py FOLDER]
+    python -m benchmarks.loop gpu_loop           # the three scripts on the CPU and on a GPU, where there is one
     python -m benchmarks.loop --quick            # the first setting of each with few candidates, into runs/bench
 
 Every measurement is a process of its own that trains a few updates; the first ones, in which things are compiled and
@@ -158,6 +159,18 @@ def mario(updates: int, pip_nes_py: str | None = None, **sizes: int) -> Candidat
     return candidates
 
 
+def gpu(updates: int, script: str, flags: str, kinds: str, **sizes: int) -> Candidates:
+    on_gpu = "--device cuda"
+    variants = {
+        "CPU": "",
+        "CPU, threads": f"--torch-threads {CORES}",
+        "GPU": on_gpu,
+        "GPU, compiled": f"{on_gpu} --compile",
+    }
+    mine = partial(ours, script, sizes=sizes, updates=updates)
+    return {kind: partial(mine, f"{flags} {variants[kind]}") for kind in kinds.split("; ")}
+
+
 MUJOCO_SIZES = {  # num_envs, num_steps, minibatch
     "16 x 128, minibatch 64": (16, 128, 64),
     "16 x 128, minibatch 256": (16, 128, 256),
@@ -179,8 +192,19 @@ BENCHMARKS: dict[str, tuple[str, list[str], int, dict[str, Callable[..., Candida
         "256 environments x 100 steps, minibatch 3,200": sized(cage2, 256, 100, 3200)}),
     "mario_loop": ("Whole training loop on Super Mario Bros", ["SB3: nes_py, float32", "SB3: nes_py built by pip"], 2, {
         "16 environments x 64 steps, minibatch 256": sized(mario, 16, 64, 256)}),
+    "gpu_loop": ("Whole training loop on a GPU", ["CPU"], 5, {
+        "Super Mario Bros, 32 environments x 64 steps, minibatch 256": sized(
+            gpu, 32, 64, 256, script="ppo_atari_mario", flags=f"{MARIO_FLAGS} --backend fceumm",
+            kinds="CPU; CPU, threads; GPU; GPU, compiled"),
+        "CAGE2, 256 environments x 100 steps, minibatch 3,200": sized(
+            gpu, 256, 100, 3200, script="ppo_cage2_parallel", flags="", kinds="CPU; CPU, threads; GPU"),
+        "HalfCheetah-v5, 16 environments x 128 steps, minibatch 64": sized(
+            gpu, 16, 128, 64, script="ppo_continuous_mujoco", flags="--update-epochs 10", kinds="CPU; GPU"),
+        "Super Mario Bros, 128 environments x 64 steps, minibatch 256": sized(
+            gpu, 128, 64, 256, script="ppo_atari_mario", flags=f"{MARIO_FLAGS} --backend fceumm",
+            kinds="GPU, compiled")}),
 }  # fmt: skip
-QUICK = {"ours", "CleanRL-style: sync", "SB3: dummy", "SB3: nes_py, float32"}
+QUICK = {"ours", "CPU", "GPU", "CleanRL-style: sync", "SB3: dummy", "SB3: nes_py, float32"}
 QUICK |= {f"ours, {backend}" for backend in available_backends()[:1]}
 
 
@@ -199,8 +223,11 @@ def main() -> None:
         parser.error(f"no setting's name contains {options.only}")
     if options.pip_nes_py and not list(Path(options.pip_nes_py).glob("nes_py/lib_nes_env*")):
         parser.error(f"--pip-nes-py {options.pip_nes_py} holds no nes_py; --help says how to put one there")
+    has_gpu = torch.cuda.is_available()
+    if "gpu_loop" in options.names and not has_gpu:
+        parser.error("gpu_loop needs a GPU, and PyTorch sees none here")
     with_sb3 = installed("stable_baselines3")
-    for name in options.names or BENCHMARKS:
+    for name in options.names or [name for name in BENCHMARKS if has_gpu or name != "gpu_loop"]:
         title, references, updates, settings = BENCHMARKS[name]
         special = {"pip_nes_py": options.pip_nes_py} if name == "mario_loop" else {}
         chosen = [setting for setting in settings if options.only in setting]
@@ -212,6 +239,8 @@ def main() -> None:
             info = machine_info()
             figures = interleave(candidates, 1 if options.quick else options.rounds)
             note = f"Timed over {2 if options.quick else updates} updates of ours and {PEERS_UPDATES} of a peer's."
+            if name == "gpu_loop":
+                note = f"Timed over {updates} updates; {torch.cuda.get_device_name()}."
             publish(name, f"{title}\n\n`python -m benchmarks.loop {name}`.", setting, figures, references, info,
                     options.quick, note)  # fmt: skip
 
