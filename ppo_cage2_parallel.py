@@ -62,7 +62,7 @@ class RunArgs:
     logdir: str | None = None  # run folder; default runs/{env_id}__{script}__{seed}__{time}
     resume: bool = False  # continue the run in --logdir from its latest.pt, with its arguments; flags given now win
     init_from: str | None = None  # checkpoint whose networks the run starts from
-    device: str = "cpu"  # torch device: cpu, cuda, cuda:1 (networks this small are faster on a CPU)
+    device: str = "cpu"  # torch device: cpu, cuda, cuda:1 (an H100 trains 3.8 times as fast as one CPU thread)
     torch_threads: int = 1  # CPU threads of torch: 2 are two thirds faster on two idle cores
     compile: bool = True  # torch.compile the gradient steps: training is 1.5 times as fast, after 10 to 30 s
     eval_every: int = 1_000_000  # environment steps between evaluations; 0: only at the end
