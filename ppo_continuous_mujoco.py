@@ -140,13 +140,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "halfcheetah": {"gamma": 0.98, "gae_lambda": 0.92, "vf_coef": 0.25, "log_std_init": -1.0},
     "ant": {"env_id": "Ant-v5", "gae_lambda": 0.8, "num_envs": 8, "num_minibatches": 8, "update_epochs": 5,
             "learning_rate": 2e-4, "norm_adv": "none", "vf_coef": 0.25, "log_std_init": -1.0},
-    "hopper": {"env_id": "Hopper-v5", "update_epochs": 5, "norm_adv": "none", "vf_coef": 0.25, "log_std_init": -0.5},
     "walker": {"env_id": "Walker2d-v5", "norm_adv": "none", "vf_coef": 0.25, "log_std_init": -0.5},
     "swimmer": {"env_id": "Swimmer-v5", "gamma": 0.9999, "gae_lambda": 0.98, "num_envs": 4, "num_steps": 1024,
                 "num_minibatches": 16, "learning_rate": 6e-4},
     "queue": {"env_id": "TwoQueue-v0", "average_reward_rate": 0.1, "norm_reward": False, "reset_steps": 512,
               "num_steps": 32, "num_minibatches": 4, "total_timesteps": 200_000, "eval_every": 50_000},
 }  # fmt: skip
+PRESETS["hopper"] = PRESETS["walker"] | {"env_id": "Hopper-v5", "update_epochs": 5, "learning_rate": 5e-4}
 PRESETS["humanoid"] = PRESETS["ant"] | {"env_id": "Humanoid-v5"}
 
 
