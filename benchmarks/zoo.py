@@ -3,6 +3,7 @@
 python -m benchmarks.zoo RUN ...              # zoo/{task}.pt for each, and zoo/README.md anew
 python -m benchmarks.zoo --suffix head RUN    # zoo/{task}_head.pt: another one of a task
 python -m benchmarks.zoo --stages             # every checkpoint of Mario on all 32 stages: results/mario_stages.md
+python -m benchmarks.zoo --stages Mario-1-3   # only this one; what the others did stays
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.common import ROOT, machine_info, markdown_table, parser_of, write_results
+from benchmarks.common import ROOT, machine_info, markdown_table, parser_of, stored, write_results
 from benchmarks.learning import FIRST_SEED
 from envs.mario import STAGES
 
@@ -85,12 +86,13 @@ def flags_of(path: Path, stage: str, episodes: int) -> int:
 
 def write_stages(paths: list[Path], stages: tuple[str, ...], episodes: int) -> None:
     """Write results/mario_stages: every stage with every network, a fifth of the episodes where it was not trained."""
-    few = episodes // 5
-    trained = {path.stem: path.stem.removeprefix("Mario-").split("_") for path in paths}
-    flags = {
-        path.stem: {stage: flags_of(path, stage, episodes if stage in trained[path.stem] else few) for stage in stages}
-        for path in paths
-    }
+    few, quick = episodes // 5, stages != STAGES
+    flags = stored("mario_stages", quick).get("flags", {})
+    trained = {name: name.removeprefix("Mario-").split("_") for name in [*flags, *(path.stem for path in paths)]}
+    for path in paths:
+        of_stage = {stage: episodes if stage in trained[path.stem] else few for stage in stages}
+        flags[path.stem] = {stage: flags_of(path, stage, number) for stage, number in of_stage.items()}
+    flags = dict(sorted(flags.items()))
     rows = [
         [stage, *(f"**{x[stage]}**" if stage in trained[name] else f"{x[stage]} of {few}" for name, x in flags.items())]
         for stage in stages
@@ -107,20 +109,21 @@ bold of {episodes}, on the stages that a network was trained on, else of {few}. 
 {len(stages)} ({", ".join(reached) or "none"}).
 
 {markdown_table(["stage", *flags], rows)}"""
-    write_results("mario_stages", {"machine": machine_info(), "flags": flags}, page, quick=stages != STAGES)
+    write_results("mario_stages", {"machine": machine_info(), "flags": flags}, page, quick)
 
 
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("runs", type=Path, nargs="*", metavar="RUN")
     parser.add_argument("--suffix", default="", help="of the name")
-    parser.add_argument("--stages", action="store_true", help="play every stage with every checkpoint of Mario")
+    parser.add_argument("--stages", nargs="*", metavar="NAME", help="Mario's checkpoints on all stages; none: all")
     options = parser.parse_args()
     for run in options.runs:
         add(run, options.suffix)
     write_page()
-    if options.stages:
-        write_stages(sorted(ZOO.glob("Mario-*.pt")), STAGES, episodes=100)
+    if options.stages is not None:
+        paths = [ZOO / f"{name}.pt" for name in options.stages] or sorted(ZOO.glob("Mario-*.pt"))
+        write_stages(paths, STAGES, episodes=100)
 
 
 if __name__ == "__main__":
