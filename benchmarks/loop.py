@@ -159,16 +159,17 @@ def mario(updates: int, pip_nes_py: str | None = None, **sizes: int) -> Candidat
     return candidates
 
 
-def gpu(updates: int, script: str, flags: str, kinds: str, **sizes: int) -> Candidates:
-    on_gpu = "--device cuda"
-    variants = {
-        "CPU": "",
-        "CPU, threads": f"--torch-threads {CORES}",
-        "GPU": on_gpu,
-        "GPU, compiled": f"{on_gpu} --compile",
-    }
+DEVICES = {
+    "CPU": "",
+    "CPU, threads": f"--torch-threads {CORES}",
+    "GPU": "--device cuda",
+    "GPU, compiled": "--device cuda --compile",
+}
+
+
+def gpu(updates: int, script: str, flags: str, devices: tuple[str, ...], **sizes: int) -> Candidates:
     mine = partial(ours, script, sizes=sizes, updates=updates)
-    return {kind: partial(mine, f"{flags} {variants[kind]}") for kind in kinds.split("; ")}
+    return {name: partial(mine, f"{flags} {DEVICES[name]}") for name in devices}
 
 
 MUJOCO_SIZES = {  # num_envs, num_steps, minibatch
@@ -195,14 +196,14 @@ BENCHMARKS: dict[str, tuple[str, list[str], int, dict[str, Callable[..., Candida
     "gpu_loop": ("Whole training loop on a GPU", ["CPU"], 5, {
         "Super Mario Bros, 32 environments x 64 steps, minibatch 256": sized(
             gpu, 32, 64, 256, script="ppo_atari_mario", flags=f"{MARIO_FLAGS} --backend fceumm",
-            kinds="CPU; CPU, threads; GPU; GPU, compiled"),
+            devices=("CPU", "CPU, threads", "GPU", "GPU, compiled")),
         "CAGE2, 256 environments x 100 steps, minibatch 3,200": sized(
-            gpu, 256, 100, 3200, script="ppo_cage2_parallel", flags="", kinds="CPU; CPU, threads; GPU"),
+            gpu, 256, 100, 3200, script="ppo_cage2_parallel", flags="", devices=("CPU", "CPU, threads", "GPU")),
         "HalfCheetah-v5, 16 environments x 128 steps, minibatch 64": sized(
-            gpu, 16, 128, 64, script="ppo_continuous_mujoco", flags="--update-epochs 10", kinds="CPU; GPU"),
+            gpu, 16, 128, 64, script="ppo_continuous_mujoco", flags="--update-epochs 10", devices=("CPU", "GPU")),
         "Super Mario Bros, 128 environments x 64 steps, minibatch 256": sized(
             gpu, 128, 64, 256, script="ppo_atari_mario", flags=f"{MARIO_FLAGS} --backend fceumm",
-            kinds="GPU, compiled")}),
+            devices=("GPU, compiled",))}),
 }  # fmt: skip
 QUICK = {"ours", "CPU", "GPU", "CleanRL-style: sync", "SB3: dummy", "SB3: nes_py, float32"}
 QUICK |= {f"ours, {backend}" for backend in available_backends()[:1]}
@@ -238,9 +239,9 @@ def main() -> None:
                     del candidates[key]
             info = machine_info()
             figures = interleave(candidates, 1 if options.quick else options.rounds)
-            note = f"Timed over {2 if options.quick else updates} updates of ours and {PEERS_UPDATES} of a peer's."
-            if name == "gpu_loop":
-                note = f"Timed over {updates} updates; {torch.cuda.get_device_name()}."
+            note = f"Timed over {2 if options.quick else updates} updates"
+            on_gpu = name == "gpu_loop"
+            note += f"; {torch.cuda.get_device_name()}." if on_gpu else f" of ours and {PEERS_UPDATES} of a peer's."
             publish(name, f"{title}\n\n`python -m benchmarks.loop {name}`.", setting, figures, references, info,
                     options.quick, note)  # fmt: skip
 

@@ -88,6 +88,7 @@ def write_stages(paths: list[Path], stages: tuple[str, ...], episodes: int) -> N
     """Write results/mario_stages: every stage with every network, a fifth of the episodes where it was not trained."""
     few, quick = episodes // 5, stages != STAGES
     flags = stored("mario_stages", quick).get("flags", {})
+    flags = {name: of_stage for name, of_stage in flags.items() if (ZOO / f"{name}.pt").exists()}
     trained = {name: name.removeprefix("Mario-").split("_") for name in [*flags, *(path.stem for path in paths)]}
     for path in paths:
         of_stage = {stage: episodes if stage in trained[path.stem] else few for stage in stages}
