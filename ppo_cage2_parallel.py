@@ -143,15 +143,15 @@ def check_ranges(args: Any) -> None:
 class Args(PPOArgs, EnvironmentArgs, RunArgs):
     def __post_init__(self) -> None:
         check_ranges(self)
-        self.batch_size = self.num_envs * self.num_steps
+        self.batch_size, minibatches = self.num_envs * self.num_steps, self.num_minibatches
         self.num_updates = self.total_timesteps // self.batch_size
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
-        minibatches = self.num_minibatches
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
         require(self.batch_size % minibatches == 0, f"--num-minibatches {minibatches} does not divide {batch}.")
         require(self.batch_size > minibatches, f"--num-minibatches {minibatches} leaves one transition in each.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
-        require(self.device == "cpu" or torch.cuda.is_available(), f"--device {self.device} is not available here.")
+        devices = ["cpu", *(name for n in range(torch.cuda.device_count()) for name in ("cuda", f"cuda:{n}"))]
+        require(self.device in devices, f"--device {self.device} is not available here.")
         self.red_agents: list[Any] = [name for name in RED_MIXTURE if self.red_agent in (name, "mixed")]
         has_order = self.workflow is not None or self.compliance_threshold is None
         require(has_order, "--compliance-threshold needs --workflow, the order to comply with, or any.")

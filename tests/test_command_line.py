@@ -144,7 +144,7 @@ COMMON = {
     "--learning-rate nan": "--learning-rate must be from",
     "--gamma 1.5": "--gamma must be from 0 to 1, not 1.5",
     "--device cuda:99": "--device cuda:99 is not available here",
-    "--device nonsense": "nonsense",
+    "--device nonsense": "--device nonsense is not available here",
     "--resume": "--resume needs --logdir",
     "--configs debgu": "There is no preset debgu; there are ",
     "--num-envs many": "num-envs",
