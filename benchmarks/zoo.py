@@ -124,6 +124,9 @@ def main() -> None:
     write_page()
     if options.stages is not None:
         paths = [ZOO / f"{name}.pt" for name in options.stages] or sorted(ZOO.glob("Mario-*.pt"))
+        for path in paths:
+            if not path.exists():
+                parser.error(f"there is no {path}")
         write_stages(paths, STAGES, episodes=100)
 
 
