@@ -589,7 +589,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
-    require(path.is_file(), f"There is no file {path}: see --logdir and --checkpoint (an evaluation writes best.pt).")
+    require(path.is_file(), f"There is no file {path}: see --logdir (an update writes latest.pt, an evaluation best.pt).")
     try:
         require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -679,7 +679,7 @@ def main(argv: list[str]) -> int:
     def receive(number: int, frame: Any) -> None:
         signals.append(number)
         signal.signal(number, signal.SIG_DFL)
-        print("\nStopping after this update; a second signal stops at once, without saving.", file=sys.stderr)
+        print("\nStopping after this update; the same signal again stops at once, without saving.", file=sys.stderr)
 
     try:
         if argv[:1] == ["play"]:

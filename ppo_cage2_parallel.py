@@ -369,7 +369,7 @@ def make_envs(args: Args, num_envs: int, render_mode: str | None = None) -> Any:
 def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool = True) -> tuple[np.ndarray, ...]:
     """Play an episode in each of `vec_env`, the i-th from seed + i. Returns rewards (num_steps, num_envs), lengths
     (num_envs,) and, with a workflow, fixes by verdict (num_envs, 4)."""
-    rows, lengths = [], np.zeros(vec_env.num_envs, dtype=int)
+    table, lengths = np.zeros((0, vec_env.num_envs)), np.zeros(vec_env.num_envs, dtype=int)
     fixes = np.zeros((vec_env.num_envs, len(VERDICTS)), dtype=int)
     running = np.ones(vec_env.num_envs, dtype=bool)  # only the first episode of each environment counts
     obs, _ = vec_env.reset(seed=seed)
@@ -377,11 +377,12 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
         policy = agent.policy(torch.as_tensor(obs, device=next(agent.parameters()).device))
         actions = policy.mode if deterministic else policy.sample()
         obs, rewards, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
-        rows.append(np.where(running, rewards, 0.0))
-        lengths += running
+        table = np.vstack([table, np.zeros(vec_env.num_envs)])
+        lengths[running] = infos["episode_length"][running]
+        table[lengths[running] - 1, running] = rewards[running]
         fixes[running] = infos.get("fixes", fixes)[running]
-        running &= ~(terminated | truncated)
-    return np.stack(rows), lengths, fixes
+        running &= ~(terminated | truncated) | infos.get("worker_restarted", False)  # a lost episode is played anew
+    return table * (np.arange(len(table))[:, None] < lengths), lengths, fixes
 
 
 def score(agent: Agent, args: Args, num_episodes: int, seed: int = 10_000) -> dict[str, float]:
@@ -391,7 +392,7 @@ def score(agent: Agent, args: Args, num_episodes: int, seed: int = 10_000) -> di
     for i, red_agent in enumerate(args.red_agents):
         with contextlib.closing(make_envs(replace(args, red_agent=red_agent), num_episodes)) as vec_env:
             episodes[red_agent] = evaluate(agent, vec_env, seed + i * num_episodes)
-    return summarize(episodes, args.finite_horizon, args.workflow is not None)
+    return summarize(episodes, args.max_steps, args.finite_horizon, args.workflow is not None)
 
 
 # ---- Training --------------------------------------------------------------------------------------------------------
@@ -460,8 +461,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
     writer = SummaryWriter(str(logdir), purge_step=run.global_step + 1)
     # Each number of an evaluation is nan where there is none, so that the columns of progress.csv are always the same.
-    unknown = np.full((args.max_steps, 1), math.nan), math.nan, np.zeros((0, len(VERDICTS)))
-    no_evaluation = summarize(dict.fromkeys(args.red_agents, unknown), args.finite_horizon, args.workflow is not None)
+    nothing = dict.fromkeys(args.red_agents, (np.full((1, 1), math.nan), math.nan, np.zeros((0, len(VERDICTS)))))
+    no_evaluation = summarize(nothing, args.max_steps, args.finite_horizon, args.workflow is not None)
     all_steps, first, stopping = args.num_updates * args.batch_size, run.global_step + args.batch_size, False
     while run.global_step < all_steps and not stopping and not run.compliant:
         started = time.perf_counter()
@@ -484,7 +485,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             rows.append((obs, actions, *map(torch.as_tensor, (rewards, terminated, truncated, infos["raw_reward"]))))
             ended += infos["ended"]
             if args.workflow is not None:
-                fixes.append(infos["fixes"][terminated | truncated])
+                fixes.append(infos["fixes"][infos["ended_envs"]])
             cuts += [(t, n, infos["final_obs"][n]) for n in np.flatnonzero(truncated & ~terminated).tolist()]
         # --- bootstrap ------------------------------------------------------------------------------------------------
         obs, actions, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # (num_steps, num_envs, ...)
@@ -567,9 +568,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
         print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
         if run.compliant:
-            shown = ("compliance", "strict_compliance", "mean_return")
-            judged = ", ".join(f"{name} {evaluation[name]:.3f}" for name in shown)
-            print(f"\nThe evaluation confirms it: {judged}; the first one's return was {run.first_return:.3f}.")
+            judged = "compliance {compliance:.3f}, strict {strict_compliance:.3f}, return {mean_return:.3f}"
+            print(f"\nConfirmed: {judged.format(**evaluation)}; the first evaluation's was {run.first_return:.3f}.")
         # --- save -----------------------------------------------------------------------------------------------------
         stopping = bool(signals)
         saving = run.rollouts == 1 or run.global_step % (args.save_every or math.inf) < args.batch_size
@@ -607,7 +607,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
-    require(path.is_file(), f"There is no file {path}: see --logdir and --checkpoint (an evaluation writes best.pt).")
+    require(path.is_file(), f"There is no file {path}: see --logdir (an update writes latest.pt, an evaluation best.pt).")
     try:
         require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -704,7 +704,7 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
         os.replace(path.with_suffix(".tmp"), path)
         print(ROW.format(**history[-1]))
     if signals:
-        print("The same command goes on with the search.")
+        print("The same command goes on with the search, that order's training included.")
         return history
     by_return = sorted(history, key=lambda x: -x["mean_return"])
     print("\nOrders by return", *(ROW.format(**x) for x in by_return), sep="\n")
@@ -793,7 +793,7 @@ def main(argv: list[str]) -> int:
     def receive(number: int, frame: Any) -> None:
         signals.append(number)
         signal.signal(number, signal.SIG_DFL)
-        print("\nStopping after this update; a second signal stops at once, without saving.", file=sys.stderr)
+        print("\nStopping after this update; the same signal again stops at once, without saving.", file=sys.stderr)
 
     try:
         if argv[:1] == ["play"]:

@@ -83,10 +83,12 @@ class AtariGame(gym.Wrapper):
             ).unwrapped
         except gym.error.Error as error:  # no such game, a version that was withdrawn, not a name at all
             raise AtariError(str(error)) from None
+        waits = noop_max == 0 or game.get_action_meanings()[0] == "NOOP"
+        _require(waits, f"{env_id} has no action that does nothing: use noop_max=0")
         self._sticky = StickyAction(game, sticky)
         preprocessing = AtariPreprocessing(self._sticky, noop_max, skip, SIDE)  # details 14, 15 and 18
         super().__init__(preprocessing)
-        self.metadata = {**game.metadata, "render_fps": round(60 / skip)}
+        self.metadata = {**game.metadata, "render_fps": 60 / skip}
         self.observation_space = Box(0, 255, (frame_stack, SIDE, SIDE), np.uint8)
         self._game = game
         self._console_state = ale_py.ALEState
@@ -102,7 +104,7 @@ class AtariGame(gym.Wrapper):
         """None: that of the game inside would make another environment."""
 
     def reset(self, **kwargs: Any) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start a game, and a ball where the game waits for that."""
+        """Start a game, with FIRE once where it has that button: some wait for it."""
         frame, info = self.env.reset(**kwargs)
         if self._begins_with_fire:  # detail 17
             frame, _, _, _, info = self.env.step(FIRE)

@@ -166,7 +166,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         self.mask_score, self.show_buttons = mask_score, show_buttons
         self.stuck_steps, self.max_episode_steps, self.noop_max = stuck_steps, max_episode_steps, noop_max
         self.sticky_action_probability, self.full_info, self.render_mode = sticky, full_info, render_mode
-        self.metadata = {**self.metadata, "render_fps": round(60 / skip)}
+        self.metadata = {**self.metadata, "render_fps": 60 / skip}
         self.observation_space = Box(0, 255, (stack * channels, side, side), np.uint8)
         self.action_space = Discrete(len(self.buttons))
 
@@ -265,7 +265,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
     def set_state(self, state: dict[str, Any]) -> None:
         """Continue from `get_state()`, here or in another process, bit for bit.
 
-        On fceumm this takes microseconds; nes_py plays the episode again, a fifth of a millisecond a frame.
+        On fceumm this takes microseconds; nes_py plays the episode again, a millisecond a frame.
 
         Raises:
             ValueError: the state comes from another backend or from other observation options.

@@ -162,7 +162,7 @@ class MarioGame:
         ram = self.core.ram.tobytes()
         return {
             "x_pos": self.x,
-            "max_x": max(self.best_x.values()),
+            "max_x": max(x for area, x in self.best_x.items() if area >> 16 == self.level),
             "time": self.clock,
             "world": ram[_WORLD] + 1,
             "stage": ram[_STAGE] + 1,

@@ -153,10 +153,10 @@ class Stamped(gym.ObservationWrapper):
 
     def __init__(self, env: gym.Env, first: bool) -> None:
         super().__init__(env)
-        self.first, self.observation_space = first, gym.spaces.Box(0.0, 1.0, (53,), np.float32)
+        self.first, self.observation_space = first, gym.spaces.Box(0.0, 1.0, (53,), np.float64)
 
     def observation(self, obs: np.ndarray) -> np.ndarray:
-        return np.insert(obs, 0 if self.first else 52, np.float32(0.3))
+        return np.insert(obs.astype(float), 0 if self.first else 52, 0.3)
 
 
 def test_memory_refuses_bits_that_a_wrapper_has_moved(cage2: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,7 +164,7 @@ def test_memory_refuses_bits_that_a_wrapper_has_moved(cage2: ModuleType, monkeyp
     for first in (False, True):
         monkeypatch.setattr(cage2, "make_env", lambda *given, first=first: Stamped(make_env(*given), first))
         vec_env = cage2.make_envs(cage2.Args(num_workers=1), 2)
-        vec_env.reset(seed=0)
+        assert vec_env.reset(seed=0)[0].dtype == np.float32
         with pytest.raises(ValueError, match="Memory reads the game's 52 bits") if first else contextlib.nullcontext():
             vec_env.step(np.zeros(2, int))
         vec_env.close()
@@ -186,7 +186,7 @@ def test_a_finite_horizon_terminates_and_shows_the_time(cage2: ModuleType) -> No
 # ---- evaluation, runs, playing --------------------------------------------------------------------------------------
 
 
-def test_cells_are_prefixes_and_equal_separate_shorter_episodes(cage2: ModuleType) -> None:
+def test_cells_equal_separate_shorter_episodes(cage2: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """The claim on which `summarize` rests: with equal seeds, episodes of 30 and of 100 steps begin alike."""
     torch.manual_seed(0)
     args = cage2.Args()
@@ -200,23 +200,27 @@ def test_cells_are_prefixes_and_equal_separate_shorter_episodes(cage2: ModuleTyp
         for red in ("b_line", "meander", "sleep"):
             assert short[f"{red}_{horizon}"] == long[f"{red}_{horizon}"]
     assert cage2.score(agent, args, 5) == long  # fixed seeds
+    make_env = cage2.make_env
+    monkeypatch.setattr(cage2, "make_env", lambda *given: gym.wrappers.TimeLimit(make_env(*given), 30))
+    ended = cage2.score(agent, replace(args, num_workers=1), 5)
+    assert ended == ended | {"b_line_50": long["b_line_30"], "b_line_100": long["b_line_30"]}  # where a wrapper ends it
 
 
 def test_summaries_by_hand() -> None:
     rewards = np.full((100, 2), -1.0)
     rewards[40, 1] = -5.0
     lengths, fixes = np.array([100, 100]), np.zeros((2, 4), int)
-    summary = summarize({"b_line": (rewards, lengths, fixes)}, False, False)
+    summary = summarize({"b_line": (rewards, lengths, fixes)}, 100, False, False)
     assert [summary[f"b_line_{h}"] for h in (30, 50, 100)] == [-30, -52, -102]
     assert (summary["score"], summary["mean_return"], summary["std_return"]) == (-184, -102, 2)
     # Blue sees how long an episode is, so none stands for a shorter one
-    summary = summarize({"b_line": (rewards, lengths, fixes)}, True, False)
+    summary = summarize({"b_line": (rewards, lengths, fixes)}, 100, True, False)
     assert summary["score"] == summary["b_line_100"] == -102
     assert "b_line_30" not in summary
     # The standard error of several opponents is that of strata: three, of variances 2, 0 and 8 over 2 episodes
     returns = {"b_line": [-10.0, -12.0], "meander": [-50.0, -50.0], "sleep": [0.0, -4.0]}
     episodes = {red: (np.array([r]), np.array([1, 1]), np.zeros((2, 4), int)) for red, r in returns.items()}
-    assert summarize(episodes, False, False)["standard_error"] == pytest.approx(math.sqrt(1 + 0 + 4) / 3)
+    assert summarize(episodes, 100, False, False)["standard_error"] == pytest.approx(math.sqrt(1 + 0 + 4) / 3)
 
 
 def test_the_best_score_is_the_best_of_the_evaluations(cage2: ModuleType, tmp_path: Path) -> None:

@@ -8,7 +8,6 @@ test_checkpoint_files.py.
 from __future__ import annotations
 
 import io
-import itertools
 import json
 import os
 import re
@@ -188,23 +187,6 @@ def test_tracking_is_given_the_project_and_the_runs_name(run_tiny: Run, monkeypa
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: given.append(options)))
     logdir = run_tiny(track="robots")["logdir"]
     assert (given[0]["project"], given[0]["id"], given[0]["sync_tensorboard"]) == ("robots", Path(logdir).name, True)
-
-
-def test_an_episode_that_is_lost_with_its_worker_is_played_anew(
-    continuous: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Here the third step of the evaluation says so, and the environments go on to their limit of 10 steps."""
-    args = tiny_args(continuous, tmp_path)
-    vec_env = continuous.make_envs(args, 2, continuous.RunningMeanStd())
-    step, number = vec_env.step, itertools.count(1)
-
-    def losing(actions: np.ndarray) -> Any:
-        lost = np.full(2, next(number) == 3)
-        obs, rewards, terminated, truncated, infos = step(actions)
-        return obs, rewards, terminated, truncated | lost, infos | {"worker_restarted": lost}
-
-    monkeypatch.setattr(vec_env, "step", losing)
-    assert continuous.evaluate(continuous.Agent(vec_env, args), vec_env)[1].tolist() == [10, 10]
 
 
 def test_a_run_starts_from_the_policy_that_it_is_given(continuous: ModuleType, run_tiny: Run, tmp_path: Path) -> None:

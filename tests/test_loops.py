@@ -336,3 +336,18 @@ def compare_compiled_and_eager(script: ModuleType, tmp_path: Path) -> None:
     assert_same(again, compiled)
     for name, tensor in eager.items():
         torch.testing.assert_close(compiled[name], tensor, rtol=1e-3, atol=1e-4, msg=name)
+
+
+def test_an_episode_that_is_lost_with_its_worker_is_played_anew(script: ModuleType, tmp_path: Path) -> None:
+    """Here the third step of the evaluation says so, and the environments go on to their limit of 10 steps."""
+    args = tiny_args(script, tmp_path, **{"max_steps" if "cage2" in domain(script) else "reset_steps": 10})
+    vec_env = script.make_envs(args, 2)
+    step, number = vec_env.step, itertools.count(1)
+
+    def losing(actions: np.ndarray) -> Any:
+        *result, truncated, infos = step(actions)
+        lost = np.full(2, next(number) == 3)
+        return *result, truncated | lost, infos | {"worker_restarted": lost}
+
+    vec_env.step = losing
+    assert script.evaluate(script.Agent(vec_env, args), vec_env)[1].tolist() == [10, 10]

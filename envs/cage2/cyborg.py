@@ -198,6 +198,8 @@ class CybORGEnv(gym.Env):
 def make_cyborg_vec_env(
     num_envs: int, num_workers: int | None = None, context: str | None = None, **settings: Any
 ) -> SubprocVecEnv:
-    """`num_envs` CybORGEnvs with these settings, in processes; SAME_STEP autoreset like `Cage2VecEnv`."""
+    """`num_envs` CybORGEnvs with these settings, by default each in a process of its own, since games of one process
+    share their random numbers; SAME_STEP autoreset like `Cage2VecEnv`."""
     env_fns = [partial(CybORGEnv, **{"state_in_info": False, **settings})] * num_envs
+    num_workers = num_workers or num_envs
     return SubprocVecEnv(env_fns, num_workers=num_workers, context=context, autoreset_mode=AutoresetMode.SAME_STEP)

@@ -148,7 +148,8 @@ class Memory(VectorWrapper):
     def inputs(self, obs: np.ndarray) -> np.ndarray:
         """(num_envs, 52) -> (num_envs, obs_dim)."""
         parts = [obs, self.now] if self.memory else [obs]
-        return np.concatenate([*parts, self.steps[:, None] / self.horizon] if self.horizon else parts, axis=1)
+        parts += [self.steps[:, None] / self.horizon] if self.horizon else []
+        return np.concatenate(parts, axis=1, dtype=np.float32)  # a wrapper may have made them float64
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
         if "reset_mask" in (options or {}):

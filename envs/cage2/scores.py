@@ -12,9 +12,11 @@ from envs.cage2.workflow import fix_metrics
 HORIZONS = (30, 50, 100)  # the episode lengths of the published scores
 
 
-def summarize(episodes: dict[str, tuple[Any, ...]], finite_horizon: bool, has_workflow: bool) -> dict[str, float]:
+def summarize(
+    episodes: dict[str, tuple[Any, ...]], max_steps: int, finite_horizon: bool, has_workflow: bool
+) -> dict[str, float]:
     """The numbers of an evaluation: means over the episodes; of the returns against each red agent within the first 30,
-    50 and 100 steps, and of all steps; and score, the sum of these cells.
+    50 and 100 steps, and of all `max_steps`; and score, the sum of these cells.
 
     `episodes` are, for each red agent, rewards (num_steps, num_episodes), lengths (num_episodes,) and, with a workflow,
     fixes by verdict (num_episodes, 4). Nothing in the game or in Blue's inputs tells how long an episode will be, so
@@ -25,7 +27,6 @@ def summarize(episodes: dict[str, tuple[Any, ...]], finite_horizon: bool, has_wo
     rewards, lengths, fixes = zip(*episodes.values(), strict=True)
     returns = np.array([part.sum(0) for part in rewards])  # (num_red_agents, num_episodes)
     variances = returns.var(1) / (returns.shape[1] - 1 or math.nan)
-    max_steps = len(rewards[0])
     shorter = [] if finite_horizon else [horizon for horizon in HORIZONS if horizon < max_steps]
     cells = {
         f"{red_agent}_{horizon}": part[:horizon].sum(0).mean()

@@ -189,8 +189,10 @@ class WorkflowEnv(VectorWrapper):
             for n in ended:
                 final_obs[n] = np.append(final_obs[n], ONE_HOTS[self.orders[n]])
             infos["final_obs"] = final_obs
-            self.recent[ended] = np.roll(self.recent[ended], 1, axis=1)
-            self.recent[ended, 0] = self.counts[ended]
+            lost = infos.get("worker_restarted", np.zeros(self.num_envs, bool))  # with their worker, in mid-episode
+            whole = ended[~lost[ended]]
+            self.recent[whole] = np.roll(self.recent[whole], 1, axis=1)
+            self.recent[whole, 0] = self.counts[whole]
             self.episodes[ended] += 1
             self._start(ended)
         return self._inputs(obs), rewards, terminated, truncated, infos
