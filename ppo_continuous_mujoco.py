@@ -532,7 +532,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
-    require(path.is_file(), f"There is no file {path}: see --logdir (an update writes latest.pt, an evaluation best.pt).")
+    require(path.is_file(), f"There is no file {path}: see --logdir (updates write latest.pt, evaluations best.pt).")
     try:
         require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
