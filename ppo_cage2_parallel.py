@@ -382,7 +382,7 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
         table[lengths[running] - 1, running] = rewards[running]
         fixes[running] = infos.get("fixes", fixes)[running]
         running &= ~(terminated | truncated) | infos.get("worker_restarted", False)  # a lost episode is played anew
-    return table * (np.arange(len(table))[:, None] < lengths), lengths, fixes
+    return table * (np.arange(len(table))[:, None] < lengths), lengths, fixes  # without what lost ones had earned
 
 
 def score(agent: Agent, args: Args, num_episodes: int, seed: int = 10_000) -> dict[str, float]:

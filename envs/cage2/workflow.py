@@ -189,8 +189,7 @@ class WorkflowEnv(VectorWrapper):
             for n in ended:
                 final_obs[n] = np.append(final_obs[n], ONE_HOTS[self.orders[n]])
             infos["final_obs"] = final_obs
-            lost = infos.get("worker_restarted", np.zeros(self.num_envs, bool))  # with their worker, in mid-episode
-            whole = ended[~lost[ended]]
+            whole = infos.get("ended_envs", ended)  # EpisodeStatistics leaves out those lost with a worker
             self.recent[whole] = np.roll(self.recent[whole], 1, axis=1)
             self.recent[whole, 0] = self.counts[whole]
             self.episodes[ended] += 1
