@@ -678,8 +678,7 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
     require(not changed, f"{folder} holds a search with other values of {changed}: choose another --logdir.")
 
     def run_args(name: str, **changes: Any) -> Args:
-        resume = (folder / name / "latest.pt").exists()
-        return replace(args, logdir=str(folder / name), resume=resume, **changes)
+        return replace(args, logdir=str(folder / name), resume=(folder / name / "latest.pt").exists(), **changes)
 
     start = args.init_from
     if start is None and not options.fresh_policy_per_order:
@@ -806,6 +805,7 @@ def main(argv: list[str]) -> int:
             command: Any = {"prog": f"{SCRIPT}.py search", "description": search.__doc__, "return_unknown_args": True}
             options, flags = tyro.cli(SearchArgs, args=argv[1:], **command)
             require("--resume" not in flags, "A search goes on by the command that began it, without --resume.")
+            require("--workflow" not in flags, "A search tries all orders: leave --workflow out.")
             named, _ = tyro.cli(RunArgs, args=flags, add_help=False, return_unknown_args=True)
             search(options, parse_args([*flags, "--configs", "search", *named.configs]), signals)
         else:
