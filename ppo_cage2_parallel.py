@@ -804,8 +804,8 @@ def main(argv: list[str]) -> int:
         if argv[:1] == ["search"]:
             command: Any = {"prog": f"{SCRIPT}.py search", "description": search.__doc__, "return_unknown_args": True}
             options, flags = tyro.cli(SearchArgs, args=argv[1:], **command)
-            require("--resume" not in flags, "A search goes on by the command that began it, without --resume.")
-            require("--workflow" not in flags, "A search tries all orders: leave --workflow out.")
+            refused = {"--resume", "--workflow"} & {flag.split("=")[0] for flag in flags}
+            require(not refused, "A search tries all orders; its command continues it: leave out --resume, --workflow.")
             named, _ = tyro.cli(RunArgs, args=flags, add_help=False, return_unknown_args=True)
             search(options, parse_args([*flags, "--configs", "search", *named.configs]), signals)
         else:
