@@ -103,7 +103,7 @@ class PPOArgs:
     gamma: float = 0.95  # discount per step
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation: 0 trusts the critic, 1 the sampled return
     num_minibatches: int = 32  # minibatches of an epoch; must divide N*T
-    minibatch_growth: int = 4  # larger minibatches while 80 % of the episodes reach the flag, so few deaths are in each
+    minibatch_growth: int = 4  # times larger minibatches while 80 % of the episodes reach the flag and deaths are rare
     update_epochs: int = 4  # passes over each batch
     norm_adv: Literal["minibatch", "batch", "per_env", "none"] = "minibatch"  # what advantages are normalised over
     clip_coef: float = 0.2  # epsilon: a probability ratio earns nothing beyond 1 +- epsilon
@@ -240,9 +240,8 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
         delta_t = r_t + gamma V(s_{t+1}) (1 - terminated_t) - V(s_t)
         A_t     = delta_t + gamma lambda (1 - ended_t) A_{t+1},     R_t = A_t + V(s_t)
 
-    A terminated episode has no future, so V(s') is dropped. An episode cut by a time limit, or by the end of the
-    rollout, has a future, and V(s') stands for it (Pardo et al. 2018). Where an episode ended (terminated or cut), the
-    recursion stops too, because the next row belongs to another one.
+    A terminated episode has no future: V(s') is dropped. Where a time limit, or the end of the rollout, cut one, V(s')
+    stands for its future (Pardo et al. 2018). However it ended, the recursion stops: the next row is another episode's.
     """
     deltas = rewards + gamma * next_values * terminations.logical_not() - values
     decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not().to(rewards.dtype)

@@ -251,9 +251,8 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
         delta_t = r_t + gamma V(s_{t+1}) (1 - terminated_t) - V(s_t)
         A_t     = delta_t + gamma lambda (1 - ended_t) A_{t+1},     R_t = A_t + V(s_t)
 
-    A terminated episode has no future, so V(s') is dropped. An episode cut by a time limit, or by the end of the
-    rollout, has a future, and V(s') stands for it (Pardo et al. 2018). Where an episode ended (terminated or cut), the
-    recursion stops too, because the next row belongs to another one.
+    A terminated episode has no future: V(s') is dropped. Where a time limit, or the end of the rollout, cut one, V(s')
+    stands for its future (Pardo et al. 2018). However it ended, the recursion stops: the next row is another episode's.
     """
     deltas = rewards + gamma * next_values * terminations.logical_not() - values
     decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not().to(rewards.dtype)

@@ -82,7 +82,8 @@ class PPOArgs:
     learning_rate: float = 3e-4  # Adam's step size at the start
     critic_learning_rate: float | None = None  # that of the critic's weights; default: the same
     lr_decay: Literal["linear", "exponential", "none"] = "linear"  # to 0, to a hundredth, or constant
-    gamma: float = 0.99  # discount per step
+    gamma: float = 0.99  # discount per step, at the start of the run
+    horizon_growth: float = 1.0  # factor by which 1 / (1 - gamma), how far the policy looks ahead, grows over the run
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation: 0 trusts the critic, 1 the sampled return
     average_reward_rate: float | None = None  # maximise the average reward; the newest rollout's share in it
     num_minibatches: int = 32  # minibatches of an epoch; must divide N*T
@@ -104,7 +105,7 @@ RANGES = {  # lowest and highest values; None passes
     "learning_rate critic_learning_rate clip_coef max_grad_norm target_kl step_timeout": (1e-9, 1e9),
     "gamma gae_lambda average_reward_rate": (0, 1),
     "log_std_init": (-20, 20),
-    "episodes gif_frames": (1, 1e6),
+    "episodes gif_frames horizon_growth": (1, 1e6),
     "gif_fps": (1, 50),
 }
 
@@ -200,9 +201,8 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
         delta_t = r_t + gamma V(s_{t+1}) (1 - terminated_t) - V(s_t)
         A_t     = delta_t + gamma lambda (1 - ended_t) A_{t+1},     R_t = A_t + V(s_t)
 
-    A terminated episode has no future, so V(s') is dropped. An episode cut by a time limit, or by the end of the
-    rollout, has a future, and V(s') stands for it (Pardo et al. 2018). Where an episode ended (terminated or cut), the
-    recursion stops too, because the next row belongs to another one.
+    A terminated episode has no future: V(s') is dropped. Where a time limit, or the end of the rollout, cut one, V(s')
+    stands for its future (Pardo et al. 2018). However it ended, the recursion stops: the next row is another episode's.
     """
     deltas = rewards + gamma * next_values * terminations.logical_not() - values
     decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not().to(rewards.dtype)
@@ -423,7 +423,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
                 times, indices, final_obs = zip(*cuts, strict=True)
                 next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
         # --- advantages -----------------------------------------------------------------------------------------------
-        gamma = args.gamma
+        gamma = 1 - (1 - args.gamma) / args.horizon_growth**progress
         if args.average_reward_rate is not None:  # differential values: delta = r - rho + V(s') - V(s), without gamma
             share = args.average_reward_rate if run.rollouts > 0 else 1.0
             run.average_reward += share * (rewards.mean().item() - run.average_reward)

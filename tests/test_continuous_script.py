@@ -35,9 +35,6 @@ KNOWN = {"env_id": "KnownValues-v0", "reset_steps": 5}
 TARGET = {"env_id": "Target-v0", "reset_steps": None}
 
 
-# ---- what the loop hands to the mathematics -------------------------------------------------------------------------
-
-
 def test_normalisers_have_the_discount_and_stand_still_in_evaluation(continuous: ModuleType, tmp_path: Path) -> None:
     """With another gamma than the critic's, the scaled returns would not have a spread of 1."""
     args = tiny_args(continuous, tmp_path, gamma=0.9)
@@ -80,6 +77,13 @@ def test_average_reward_mode_subtracts_a_running_average_and_does_not_discount(
         assert float(targets.mean()) == pytest.approx(progress["rollout/mean_reward"][i] - rho, abs=1e-4)
     assert len(calls) == 5
     assert rho < -0.5
+
+
+def test_the_horizon_grows_over_the_run(continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """1 / (1 - gamma) is 10 in the first of four updates and doubles from one to the next: 160 at their end."""
+    calls = spy(monkeypatch, continuous, "compute_gae")
+    run_tiny(total_timesteps=4 * 64, gamma=0.9, horizon_growth=16)
+    assert [1 / (1 - gamma) for (*_, gamma, _), _ in calls] == pytest.approx([10, 20, 40, 80])
 
 
 def test_with_an_average_reward_life_goes_on_after_a_fall(
@@ -148,9 +152,6 @@ def test_an_environment_that_cannot_be_saved_can_be_trained_and_resumed(run_tiny
     with pytest.warns(UserWarning, match="cannot be saved"):
         resumed = run_tiny(**settings, logdir=result["logdir"], resume=True, total_timesteps=256)
     assert resumed["global_step"] == 256
-
-
-# ---- environments, evaluation, playing ------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -297,9 +298,6 @@ def test_a_robot_can_be_filmed(continuous: ModuleType, run_tiny: Run, tmp_path: 
         assert getattr(gif, "n_frames", 1) > 1
 
 
-# ---- what is printed, and how a run ends ----------------------------------------------------------------------------
-
-
 def test_a_terminal_shows_one_live_line(run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     terminal = io.StringIO()
     terminal.isatty = lambda: True  # type: ignore[method-assign]
@@ -350,9 +348,6 @@ def test_a_lost_worker_ends_the_run_with_the_command_that_resumes_it_or_is_repla
     code, _, err = run_main(*tiny_flags(continuous, tmp_path / "b", **values, on_worker_failure="restart"))
     assert (code, died.exists()) == (0, True), err
     assert columns(tmp_path / "b")["global_step"][-1] == 320
-
-
-# ---- does it learn --------------------------------------------------------------------------------------------------
 
 
 def test_it_solves_a_task_of_known_optimum(run_tiny: Run) -> None:
