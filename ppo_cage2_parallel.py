@@ -643,7 +643,7 @@ class SearchArgs:
     gp_beta: float | None = 4.0  # the next order has the largest mean + sqrt(beta) std; None: Srinivas' schedule
     gp_scale: float = 0.2  # lambda of the Mallows kernel: at 0.2, orders that differ in 3 pairs correlate by 0.55
     judge_episodes: int = 1000  # episodes against each red agent that an order is judged by, the same for all orders
-    shared_timesteps: int = 5_000_000  # steps of the policy, of the script's defaults, that all orders' start from
+    shared_timesteps: int = 5_000_000  # steps of the policy with --workflow any that all orders' start from
     fresh_policy_per_order: bool = False  # start each order's from random weights (they like --learning-rate 0.002)
 
 
@@ -681,7 +681,8 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
 
     start = args.init_from
     if start is None and not options.fresh_policy_per_order:
-        defaults = {name: getattr(Args, name) for name in PRESETS["search"]}  # its values are for an order's training
+        # What the preset search sets, or a flag in its place, is for an order's training: here, the defaults.
+        defaults = {name: getattr(Args, name) for name in PRESETS["search"]}
         defaults |= {"workflow": "any", "red_agent": args.red_agent, "total_timesteps": options.shared_timesteps}
         train(run_args("shared", **defaults), signals)
         start = str(folder / "shared" / "latest.pt")

@@ -431,7 +431,9 @@ def test_a_search_is_made_of_its_options_and_of_the_flags_of_training(
     assert [args.init_from for (args, *_), _ in trained] == [None]
     with pytest.raises(cage2.UsageError, match="two ways to start"):
         cage2.search(options, replace(args, init_from="x.pt"))
-    assert [command_line(cage2, capsys)("search", *x)[0] for x in (["--resume"], ["--workflow=any"])] == [2, 2]
+    for refused in (["--resume"], ["--workflow", "any"], ["--workflow=any"]):
+        code, _, err = command_line(cage2, capsys)("search", *refused)
+        assert (code, "leave out --resume, --workflow" in err) == (2, True)
 
 
 def test_a_search_killed_anywhere_goes_on_and_ends_alike(cage2: ModuleType, tmp_path: Path) -> None:
