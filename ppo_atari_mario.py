@@ -7,7 +7,7 @@
     python ppo_atari_mario.py play --logdir runs/... --save-gif      # film the best policy of a run
 
 A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.json, TensorBoard events, progress.csv,
-best.pt, best.json and, for --resume, latest.pt. What "detail n" means is in docs/details.md.
+best.pt, best.json and, for --resume, latest.pt. New to PPO? Begin with docs/ppo.md; "detail n" is in docs/details.md.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from envs.mario import MarioEnv
 from envs.nes_core import resolve_backend
 
 SCRIPT, FORMAT = Path(__file__).stem, "ppo_atari_mario/3"  # FORMAT: what a checkpoint holds; copies keep it
-HERE: dict[str, Any] = {"device": "cpu", "torch_threads": 1}  # for play: what a run had may be missing here
+HERE: dict[str, Any] = {"device": "cpu", "torch_threads": 1}  # for play, in place of the run's
 
 
 class UsageError(ValueError):
@@ -62,7 +62,7 @@ class RunArgs:
     logdir: str | None = None  # run folder; default runs/{env_id}__{script}__{seed}__{time}
     resume: bool = False  # continue the run in --logdir from its latest.pt, with its arguments; flags given now win
     init_from: str | None = None  # checkpoint whose networks the run starts from
-    device: str = "cpu"  # torch device: cpu, cuda, cuda:1 (an H100 trains 2.8 times as fast as one CPU thread)
+    device: str = "cpu"  # torch device: cpu, cuda, cuda:1 (with --compile an H100 is 2.8 times one CPU thread)
     torch_threads: int = 1  # CPU threads of torch in the update: 2 help on an idle machine and hurt on a busy one
     compile: bool = False  # torch.compile the gradient steps: for a GPU; no gain for convolutions on a CPU
     amp: bool = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # bfloat16 networks: slower where a CPU lacks it
@@ -272,12 +272,12 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
 
         loss = -mean(min(rho A, clip(rho, 1 - eps, 1 + eps) A)) + vf_coef 0.5 mean((V - R)^2) - ent_coef mean(H)
 
-    The minimum takes away the incentive to move rho above 1 + eps where A > 0 and below 1 - eps where A < 0; it
-    does not hold rho there, and it keeps the way back open.
+    The minimum takes away the incentive to move rho above 1 + eps where A > 0 and below 1 - eps where A < 0. It does
+    not hold rho there; and where rho has gone the wrong way (below 1 - eps though A > 0), the gradient leads it back.
     """
-    (policy, values), advantages = agent(batch.obs), batch.advantages
-    if args.norm_adv == "minibatch":
-        advantages = normalize_advantages(advantages)  # detail 7
+    policy, values = agent(batch.obs)
+    normalizing = args.norm_adv == "minibatch"  # detail 7
+    advantages = normalize_advantages(batch.advantages) if normalizing else batch.advantages
     log_ratio = policy.log_prob(batch.actions) - batch.log_probs
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
@@ -289,22 +289,22 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
     value_loss = 0.5 * squared_error.mean()
     entropy = policy.entropy().mean()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy  # detail 10
-    metrics = {  # detail 12; the KL estimators are k1 and k3 of Schulman's note "Approximating KL divergence"
+    metrics = {  # detail 12; k1 and k3: Schulman's note "Approximating KL divergence"
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "entropy": entropy,
-        "old_approx_kl": -log_ratio.mean(),
-        "approx_kl": (ratio - 1 - log_ratio).mean(),
+        "old_approx_kl": -log_ratio.mean(),  # k1
+        "approx_kl": (ratio - 1 - log_ratio).mean(),  # k3: never negative, and what --target-kl goes by
         "clip_fraction": ((ratio - 1).abs() > args.clip_coef).to(ratio.dtype).mean(),
     }
     return loss, {name: value.detach() for name, value in metrics.items()}
 
 
 def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches: Batch) -> Any:
-    """Change `weights`, which are the agent's in one vector, and `adam`: a step of Adam (Kingma and Ba 2015) on each of
-    n minibatches, tensors (n, minibatch size, ...), in turn. `adam` holds the running means of the gradient and of its
-    square, the learning rate (of all weights or of each) and the number of steps. Returns metrics, tensors (n,)."""
-    steps = []
+    """A step of Adam (Kingma and Ba 2015; as torch's, but written out to be compiled) on each of n minibatches, tensors
+    (n, minibatch size, ...), in turn. In place: the agent's parameters are views of the vector `weights`, and `adam`
+    holds the running means of gradient and squared gradient, the learning rate and the step. Returns metrics, (n,)."""
+    all_metrics = []
     for minibatch in zip(*minibatches, strict=True):
         loss, metrics = ppo_loss(agent, args, Batch(*minibatch))
         gradient = torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(agent.parameters()))])
@@ -314,11 +314,11 @@ def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches
         adam["step"] += 1
         adam["mean"] += (1 - 0.9) * (gradient - adam["mean"])
         adam["square"] += (1 - 0.999) * (gradient**2 - adam["square"])
-        mean = adam["mean"] / (1 - torch.exp(adam["step"] * math.log(0.9)))  # pow is slow where it underflows
+        mean = adam["mean"] / (1 - torch.exp(adam["step"] * math.log(0.9)))  # 1 - 0.9^step; pow is slow on underflow
         square = adam["square"] / (1 - torch.exp(adam["step"] * math.log(0.999)))
         weights -= adam["learning_rate"] * mean / (square.sqrt() + 1e-5)  # detail 3
-        steps.append(metrics)
-    return {name: torch.stack([x[name] for x in steps]) for name in metrics}
+        all_metrics.append(metrics)
+    return {name: torch.stack([x[name] for x in all_metrics]) for name in metrics}
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
@@ -388,6 +388,10 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     agent = Agent(vec_env, args).to(args.device)
     start = Path(str(args.logdir), "latest.pt") if args.resume else args.init_from
     checkpoint = load(Path(start)) if start else {}
+    for name, value in (checkpoint["args"] if args.resume else {}).items():
+        if name not in ("resume", "logdir") and getattr(args, name) != value:
+            require(name not in ("seed", "backend", *GAME), f"A resumed run keeps its {name}.")
+            print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
     if checkpoint:
         load_policy(checkpoint, agent)
         require(checkpoint["args"]["shared_cnn"] == args.shared_cnn, f"{start} needs another value of --shared-cnn.")
@@ -399,17 +403,13 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     options: Any = {"cpp_wrapper": args.device == "cpu"}
     update: Any = torch.compile(take_steps, dynamic=False, options=options) if args.compile else take_steps
     num_large_minibatches = args.num_minibatches // args.minibatch_growth
-    steps_per_call = math.gcd(4, num_large_minibatches)  # one compiled call for each step would cost half as much again
+    steps_per_call = math.gcd(4, num_large_minibatches)  # in a compiled call: one in each would cost half as much again
     run = SimpleNamespace(global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
                           training_return=math.nan, training_success=math.nan, mean_return=math.nan,
                           best_return=-math.inf)  # fmt: skip
     torch.manual_seed(args.seed)  # so that actions do not depend on how many weights were drawn
     next_obs, _ = vec_env.reset(seed=args.seed)
     if args.resume:
-        for name, value in checkpoint["args"].items():
-            if name not in ("resume", "logdir") and getattr(args, name) != value:
-                require(name not in ("backend", "seed", *GAME), f"A resumed run keeps its {name}.")
-                print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
         vars(run).update(checkpoint["run"])
         adam = {name: x.to(args.device) for name, x in checkpoint["adam"].items()}
         state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
@@ -426,7 +426,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     except BlockingIOError:
         raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
     require(args.resume or not any(logdir.glob("*.pt")), f"{logdir} holds a run: --resume it or choose another.")
-    run.csv_size = log.truncate(min(run.csv_size, log.tell()))  # rows of updates that are not in the checkpoint
+    run.csv_size = log.truncate(min(run.csv_size, log.tell()))  # drops the rows of updates after the checkpoint
     vec_env.unwrapped.advice = f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}"
     commit = os.popen(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null").read().strip()
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
@@ -442,14 +442,14 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
 
         wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
     writer = SummaryWriter(str(logdir), purge_step=run.global_step + 1)
-    all_steps, first, stopping = args.num_updates * args.batch_size, run.global_step + args.batch_size, False
+    all_steps, first_end, stopping = args.num_updates * args.batch_size, run.global_step + args.batch_size, False
     while run.global_step < all_steps and not stopping:
         started = time.perf_counter()
         progress = run.global_step / all_steps
         annealing = {"linear": 1 - progress, "exponential": 0.01**progress, "none": 1.0}  # detail 4
         adam["learning_rate"] = torch.tensor(args.learning_rate * annealing[args.lr_decay], device=args.device)
         ent_coef: Any = torch.tensor(args.ent_coef * annealing[args.ent_decay], device=args.device)
-        loss_args = replace(args, ent_coef=ent_coef)  # tensors, since compiled code takes numbers for constants
+        loss_args = replace(args, ent_coef=ent_coef)  # a tensor: compiled code takes a number for a constant
         num_minibatches = num_large_minibatches if run.training_success > 0.8 else args.num_minibatches
         # --- collect --------------------------------------------------------------------------------------------------
         rows: list[tuple[Tensor, ...]] = []  # of each step, in the order below
@@ -476,9 +476,9 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         # --- bootstrap ------------------------------------------------------------------------------------------------
         obs, actions, log_probs, values, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # (num_steps, ...)
         rewards, ends, truncated, raw_rewards = (x.to(args.device, torch.float32) for x in others)
-        with torch.no_grad():  # next_values: the next row's values, but where a limit cut, the final observation's
+        with torch.no_grad():
             next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=args.device))[None]])
-            if cuts:
+            if cuts:  # the next row is the reset state's there: it takes the final observation's value
                 times, indices, final_obs = zip(*cuts, strict=True)
                 next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
         # --- advantages -----------------------------------------------------------------------------------------------
@@ -489,15 +489,15 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         # --- update ---------------------------------------------------------------------------------------------------
         batch = Batch(*(x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)))
         torch.set_num_threads(args.torch_threads)
-        results: list[dict[str, Tensor]] = []  # of each call of `update`
+        results: list[dict[str, Tensor]] = []  # of each call of `update`: metrics of its steps_per_call gradient steps
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=args.device)  # detail 6: each transition once an epoch
-            calls = order.view(-1, steps_per_call, args.batch_size // num_minibatches)  # (call, minibatch, index)
-            epoch = [update(agent, loss_args, weights, adam, Batch(*(x[indices] for x in batch))) for indices in calls]
-            results += epoch
+            for indices in order.view(-1, steps_per_call, args.batch_size // num_minibatches):
+                results.append(update(agent, loss_args, weights, adam, Batch(*(x[indices] for x in batch))))
             run.epochs += 1
             run.minibatch_updates += num_minibatches
-            if args.target_kl is not None and torch.cat([x["approx_kl"] for x in epoch]).mean() > args.target_kl:
+            epoch_kl = torch.cat([x["approx_kl"] for x in results]).view(-1, num_minibatches)[-1].mean()
+            if args.target_kl is not None and epoch_kl > args.target_kl:
                 break
         torch.set_num_threads(1)
         metrics = {name: float(torch.cat([x[name] for x in results]).mean()) for name in results[0]}
@@ -546,7 +546,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         print(run.global_step, *record.values(), sep=",", file=log, flush=True)
         run.csv_size = log.tell()
         minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
-        left = f", {minutes:.1f} min left" if run.global_step > first else ""  # the first update also warms up
+        left = f", {minutes:.1f} min left" if run.global_step > first_end else ""  # the first update also warms up
         line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
         line += f"flag {run.training_success:.0%}, evaluation {run.mean_return:.2f}{left}"
         is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one

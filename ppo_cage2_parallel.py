@@ -1,4 +1,4 @@
-"""PPO for a network defender: CAGE Challenge 2, a 13-host network against scripted attackers.
+"""PPO for a network defender, Blue: CAGE Challenge 2, a 13-host network against scripted attackers, Red.
 
     python ppo_cage2_parallel.py                                             # one defender against all attackers
     python ppo_cage2_parallel.py --workflow any                              # one that repairs in the order it is told
@@ -7,7 +7,7 @@
     python ppo_cage2_parallel.py play --logdir runs/... --red-agent meander  # watch the best policy of a run defend
 
 A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.json, TensorBoard events, progress.csv,
-best.pt, best.json and, for --resume, latest.pt. What "detail n" means is in docs/details.md.
+best.pt, best.json and, for --resume, latest.pt. New to PPO? Begin with docs/ppo.md; "detail n" is in docs/details.md.
 """
 
 import contextlib
@@ -40,7 +40,7 @@ from envs.cage2.search import next_order
 from envs.cage2.workflow import ORDERS, UNIT_TYPES, VERDICTS, WorkflowEnv, fix_metrics, is_compliant, parse_workflow
 
 SCRIPT, FORMAT = Path(__file__).stem, "ppo_cage2_parallel/3"  # FORMAT: what a checkpoint holds; copies keep it
-HERE: dict[str, Any] = {"device": "cpu", "torch_threads": 1}  # for play: what a run had may be missing here
+HERE: dict[str, Any] = {"device": "cpu", "torch_threads": 1}  # for play, in place of the run's
 
 
 class UsageError(ValueError):
@@ -64,7 +64,7 @@ class RunArgs:
     init_from: str | None = None  # checkpoint whose networks the run starts from
     device: str = "cpu"  # torch device: cpu, cuda, cuda:1 (an H100 trains 3.8 times as fast as one CPU thread)
     torch_threads: int = 1  # CPU threads of torch: 2 are two thirds faster on two idle cores
-    compile: bool = True  # torch.compile the gradient steps: training is 1.5 times as fast, after 10 to 30 s
+    compile: bool = True  # torch.compile the gradient steps: training is 1.7 times as fast, after 10 to 30 s
     eval_every: int = 1_000_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 200  # episodes of an evaluation against each red agent, fixed seeds, deterministic actions
     save_every: int = 2_000_000  # environment steps between writes of latest.pt; 0: at evaluations and the end
@@ -79,15 +79,15 @@ class EnvironmentArgs:
     on_worker_failure: Literal["raise", "restart"] = "raise"  # a lost worker ends the run, or is replaced
     red_agent: Literal["mixed", "b_line", "meander", "sleep"] = "mixed"  # who attacks; mixed: drawn for each episode
     green: bool = False  # let Green scan ports as users do (the published scores are without)
-    version: Literal["leaderboard", "head"] = "leaderboard"  # rules of the published scores, or of the last commit
+    version: Literal["leaderboard", "head"] = "leaderboard"  # rules of the published scores, or of CybORG's last commit
     wrapper: Literal["challenge", "cardiff"] = "challenge"  # the official observation, or the winner's
     max_steps: int = 100  # time limit of episodes in steps (a truncation)
     finite_horizon: bool = False  # terminate at the limit instead; the share of it that has passed is observed
-    actions: Literal["reduced", "full"] = "reduced"  # full: all 145; reduced: four verbs on the hosts of consequence
+    actions: Literal["reduced", "full"] = "reduced"  # full: all 145; reduced: four verbs on the hosts that matter
     memory: bool = True  # give Blue what it has seen and done in the episode as further inputs
     reward_scale: float = 0.1  # rewards are multiplied by this for learning; reports show the game's own
     workflow: str | None = None  # order of repairs told to Blue: defender,enterprise,op_server,op_host,user, or any
-    alignment: float = 30.0  # lambda of the reward lambda (c_t - c_{t-1}), c being the episode's compliance so far
+    alignment: float = 30.0  # w in the reward w (c_t - c_{t-1}); c_t: share of the fixes so far that kept the order
     # End the run when the mean compliance over environments, each over its last 5 episodes, reaches this, and a
     # deterministic evaluation does too, with a return not worse than the run's first; None: never.
     compliance_threshold: float | None = None
@@ -183,16 +183,16 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 # ---- Agent -----------------------------------------------------------------------------------------------------------
-def mlp(sizes: list[int], output_std: float) -> nn.Sequential:
+def mlp(sizes: list[int], output_gain: float) -> nn.Sequential:
     """Tanh layers of these widths, orthogonal weights, biases 0 (detail 2); the last is linear, with another gain."""
     layers: list[nn.Module] = []
     for n_in, n_out in zip(sizes[:-1], sizes[1:], strict=True):
         linear = nn.Linear(n_in, n_out)
         nn.init.orthogonal_(linear.weight, math.sqrt(2))
         nn.init.zeros_(linear.bias)
-        layers += [nn.Tanh(), linear] if layers else [linear]
-    nn.init.orthogonal_(linear.weight, output_std)
-    return nn.Sequential(*layers)
+        layers += [linear, nn.Tanh()]
+    nn.init.orthogonal_(linear.weight, output_gain)
+    return nn.Sequential(*layers[:-1])
 
 
 class Categorical:
@@ -225,8 +225,8 @@ class Agent(nn.Module):
         super().__init__()
         (obs_dim,), num_actions = envs.single_observation_space.shape, envs.single_action_space.n
         # details 13, 26: nothing is shared. A policy head of gain 0.01 starts nearly uniform for every observation.
-        self.actor = mlp([obs_dim, *args.hidden_sizes, num_actions], output_std=0.01)
-        self.critic = mlp([obs_dim, *args.hidden_sizes, 1], output_std=1.0)
+        self.actor = mlp([obs_dim, *args.hidden_sizes, num_actions], output_gain=0.01)
+        self.critic = mlp([obs_dim, *args.hidden_sizes, 1], output_gain=1.0)
 
     def policy(self, obs: Tensor) -> Categorical:
         """(batch, obs_dim) -> a distribution of actions (batch,), with log-probabilities and entropies (batch,)."""
@@ -283,12 +283,12 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
 
         loss = -mean(min(rho A, clip(rho, 1 - eps, 1 + eps) A)) + vf_coef 0.5 mean((V - R)^2) - ent_coef mean(H)
 
-    The minimum takes away the incentive to move rho above 1 + eps where A > 0 and below 1 - eps where A < 0; it
-    does not hold rho there, and it keeps the way back open.
+    The minimum takes away the incentive to move rho above 1 + eps where A > 0 and below 1 - eps where A < 0. It does
+    not hold rho there; and where rho has gone the wrong way (below 1 - eps though A > 0), the gradient leads it back.
     """
-    (policy, values), advantages = agent(batch.obs), batch.advantages
-    if args.norm_adv == "minibatch":
-        advantages = normalize_advantages(advantages)  # detail 7
+    policy, values = agent(batch.obs)
+    normalizing = args.norm_adv == "minibatch"  # detail 7
+    advantages = normalize_advantages(batch.advantages) if normalizing else batch.advantages
     log_ratio = policy.log_prob(batch.actions) - batch.log_probs
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
@@ -300,22 +300,22 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
     value_loss = 0.5 * squared_error.mean()
     entropy = policy.entropy().mean()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy  # detail 10
-    metrics = {  # detail 12; the KL estimators are k1 and k3 of Schulman's note "Approximating KL divergence"
+    metrics = {  # detail 12; k1 and k3: Schulman's note "Approximating KL divergence"
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "entropy": entropy,
-        "old_approx_kl": -log_ratio.mean(),
-        "approx_kl": (ratio - 1 - log_ratio).mean(),
+        "old_approx_kl": -log_ratio.mean(),  # k1
+        "approx_kl": (ratio - 1 - log_ratio).mean(),  # k3: never negative, and what --target-kl goes by
         "clip_fraction": ((ratio - 1).abs() > args.clip_coef).to(ratio.dtype).mean(),
     }
     return loss, {name: value.detach() for name, value in metrics.items()}
 
 
 def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches: Batch) -> Any:
-    """Change `weights`, which are the agent's in one vector, and `adam`: a step of Adam (Kingma and Ba 2015) on each of
-    n minibatches, tensors (n, minibatch size, ...), in turn. `adam` holds the running means of the gradient and of its
-    square, the learning rate (of all weights or of each) and the number of steps. Returns metrics, tensors (n,)."""
-    steps = []
+    """A step of Adam (Kingma and Ba 2015; as torch's, but written out to be compiled) on each of n minibatches, tensors
+    (n, minibatch size, ...), in turn. In place: the agent's parameters are views of the vector `weights`, and `adam`
+    holds the running means of gradient and squared gradient, the learning rate and the step. Returns metrics, (n,)."""
+    all_metrics = []
     for minibatch in zip(*minibatches, strict=True):
         loss, metrics = ppo_loss(agent, args, Batch(*minibatch))
         gradient = torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(agent.parameters()))])
@@ -325,11 +325,11 @@ def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches
         adam["step"] += 1
         adam["mean"] += (1 - 0.9) * (gradient - adam["mean"])
         adam["square"] += (1 - 0.999) * (gradient**2 - adam["square"])
-        mean = adam["mean"] / (1 - torch.exp(adam["step"] * math.log(0.9)))  # pow is slow where it underflows
+        mean = adam["mean"] / (1 - torch.exp(adam["step"] * math.log(0.9)))  # 1 - 0.9^step; pow is slow on underflow
         square = adam["square"] / (1 - torch.exp(adam["step"] * math.log(0.999)))
         weights -= adam["learning_rate"] * mean / (square.sqrt() + 1e-5)  # detail 3
-        steps.append(metrics)
-    return {name: torch.stack([x[name] for x in steps]) for name in metrics}
+        all_metrics.append(metrics)
+    return {name: torch.stack([x[name] for x in all_metrics]) for name in metrics}
 
 
 def log_probs_and_values(agent: Agent, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
@@ -385,8 +385,8 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
 
 
 def score(agent: Agent, args: Args, num_episodes: int, seed: int = 10_000) -> dict[str, float]:
-    """The table of the challenge (envs/cage2/scores.py), from episodes with deterministic actions against each red
-    agent, each from its own fixed seed, so that two evaluations differ by their policies alone."""
+    """Mean returns in 30, 50 and 100 steps against each red agent, "score", their sum as on the challenge's leaderboard
+    (-54.57 won), and more (envs/cage2/scores.py). Actions are deterministic, and each episode has a seed of its own."""
     episodes = {}
     for i, red_agent in enumerate(args.red_agents):
         with contextlib.closing(make_envs(replace(args, red_agent=red_agent), num_episodes)) as vec_env:
@@ -405,11 +405,10 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     agent = Agent(vec_env, args).to(args.device)
     start = Path(str(args.logdir), "latest.pt") if args.resume else args.init_from
     checkpoint = load(Path(start)) if start else {}
-    if args.resume:
-        for name, value in checkpoint["args"].items():
-            if name not in ("resume", "logdir") and getattr(args, name) != value:
-                require(name not in ("seed", "actions", "memory", *GAME), f"A resumed run keeps its {name}.")
-                print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
+    for name, value in (checkpoint["args"] if args.resume else {}).items():
+        if name not in ("resume", "logdir") and getattr(args, name) != value:
+            require(name not in ("seed", "actions", "memory", *GAME), f"A resumed run keeps its {name}.")
+            print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
     if checkpoint:
         load_policy(checkpoint, agent)
     weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # all in one vector, for long steps of Adam
@@ -418,9 +417,9 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
     torch._dynamo.config.recompile_limit = 1000  # of one process, which may be a sweep over many runs
     options: Any = {"cpp_wrapper": args.device == "cpu", "cpp.use_decompose_tanh": True}  # the latter vectorises tanh
-    functions: Any = take_steps, log_probs_and_values
-    update, look_back = (torch.compile(f, dynamic=False, options=options) if args.compile else f for f in functions)
-    steps_per_call = math.gcd(4, args.num_minibatches)  # one compiled call for each step would cost half as much again
+    compiled: Any = (lambda f: torch.compile(f, dynamic=False, options=options)) if args.compile else (lambda f: f)
+    update, evaluate_actions = compiled(take_steps), compiled(log_probs_and_values)
+    steps_per_call = math.gcd(4, args.num_minibatches)  # in a compiled call: one in each would cost half as much again
     run = SimpleNamespace(global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
                           training_return=math.nan, first_return=math.nan, score=math.nan, best_score=-math.inf,
                           compliant=False)  # fmt: skip
@@ -444,7 +443,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     except BlockingIOError:
         raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
     require(args.resume or not any(logdir.glob("*.pt")), f"{logdir} holds a run: --resume it or choose another.")
-    run.csv_size = log.truncate(min(run.csv_size, log.tell()))  # rows of updates that are not in the checkpoint
+    run.csv_size = log.truncate(min(run.csv_size, log.tell()))  # drops the rows of updates after the checkpoint
     vec_env.unwrapped.advice = f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}"
     commit = os.popen(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null").read().strip()
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
@@ -462,16 +461,16 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     # Each number of an evaluation is nan where there is none, so that the columns of progress.csv are always the same.
     nothing = dict.fromkeys(args.red_agents, (np.full((1, 1), math.nan), math.nan, np.zeros((0, len(VERDICTS)))))
     no_evaluation = summarize(nothing, args.max_steps, args.finite_horizon, args.workflow is not None)
-    all_steps, first, stopping = args.num_updates * args.batch_size, run.global_step + args.batch_size, False
+    all_steps, first_end, stopping = args.num_updates * args.batch_size, run.global_step + args.batch_size, False
     while run.global_step < all_steps and not stopping and not run.compliant:
         started = time.perf_counter()
         progress = run.global_step / all_steps
         annealing = {"linear": 1 - progress, "exponential": 0.01**progress, "none": 1.0}  # detail 4
         adam["learning_rate"] = torch.tensor(args.learning_rate * annealing[args.lr_decay], device=args.device)
         ent_coef: Any = torch.tensor(args.ent_coef * annealing[args.ent_decay], device=args.device)
-        loss_args = replace(args, ent_coef=ent_coef)  # tensors, since compiled code takes numbers for constants
+        loss_args = replace(args, ent_coef=ent_coef)  # a tensor: compiled code takes a number for a constant
         # --- collect --------------------------------------------------------------------------------------------------
-        rows: list[tuple[Tensor, ...]] = []  # of each step: obs, actions, rewards, terminated, ...
+        rows: list[tuple[Tensor, ...]] = []  # of each step: obs, actions, rewards, terminated, truncated, raw rewards
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
         ended: list[tuple[float, int, float]] = []  # (return, length, return / length) of each episode that ended
         fixes: list[np.ndarray] = []  # by verdict, of the episodes that ended in each step, (num_ended, 4)
@@ -486,13 +485,13 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             if args.workflow is not None:
                 fixes.append(infos["fixes"][infos["ended_envs"]])
             cuts += [(t, n, infos["final_obs"][n]) for n in np.flatnonzero(truncated & ~terminated).tolist()]
-        # --- bootstrap ------------------------------------------------------------------------------------------------
-        obs, actions, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # (num_steps, num_envs, ...)
+        # --- log-probabilities, values, bootstrap ---------------------------------------------------------------------
+        obs, actions, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # now (num_steps, num_envs, ...)
         rewards, terminated, truncated, raw_rewards = (x.to(args.device, torch.float32) for x in others)
-        with torch.no_grad():  # next_values: the next row's values, but where a limit cut, the final observation's
-            log_probs, values = look_back(agent, obs, actions)
+        with torch.no_grad():  # the policy is still the one that acted, and one pass over the batch is fast
+            log_probs, values = evaluate_actions(agent, obs, actions)
             next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=args.device))[None]])
-            if cuts:
+            if cuts:  # the next row is the reset state's there: it takes the final observation's value
                 times, indices, final_obs = zip(*cuts, strict=True)
                 next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
         # --- advantages -----------------------------------------------------------------------------------------------
@@ -502,15 +501,15 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             advantages = normalize_advantages(advantages, dim=0 if args.norm_adv == "per_env" else None)
         # --- update ---------------------------------------------------------------------------------------------------
         batch = Batch(*(x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)))
-        results: list[dict[str, Tensor]] = []  # of each call of `update`
+        results: list[dict[str, Tensor]] = []  # of each call of `update`: metrics of its steps_per_call gradient steps
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=args.device)  # detail 6: each transition once an epoch
-            calls = order.view(-1, steps_per_call, args.batch_size // args.num_minibatches)  # (call, minibatch, index)
-            epoch = [update(agent, loss_args, weights, adam, Batch(*(x[indices] for x in batch))) for indices in calls]
-            results += epoch
+            for indices in order.view(-1, steps_per_call, args.batch_size // args.num_minibatches):
+                results.append(update(agent, loss_args, weights, adam, Batch(*(x[indices] for x in batch))))
             run.epochs += 1
             run.minibatch_updates += args.num_minibatches
-            if args.target_kl is not None and torch.cat([x["approx_kl"] for x in epoch]).mean() > args.target_kl:
+            epoch_kl = torch.cat([x["approx_kl"] for x in results]).view(-1, args.num_minibatches)[-1].mean()
+            if args.target_kl is not None and epoch_kl > args.target_kl:
                 break
         metrics = {name: float(torch.cat([x[name] for x in results]).mean()) for name in results[0]}
         if not math.isfinite(metrics["grad_norm"]):
@@ -523,14 +522,15 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         # Each batch that reaches or passes a multiple of --eval-every leaves a remainder below its own size (0: never).
         evaluating = run.global_step >= all_steps or run.global_step % (args.eval_every or math.inf) < args.batch_size
         threshold: Any = args.compliance_threshold
-        evaluation, complies = no_evaluation, False
+        evaluation, training_complies = no_evaluation, False
         if threshold is not None:  # once the sampled actions of training comply, deterministic ones are judged
-            complies = is_compliant(vec_env.recent, vec_env.episodes, threshold, args.min_episodes)
-            evaluating |= complies
+            training_complies = is_compliant(vec_env.recent, vec_env.episodes, threshold, args.min_episodes)
+            evaluating |= training_complies
         if evaluating:
             evaluation = score(agent, args, args.eval_episodes)
-            run.score, no_worse = evaluation["score"], evaluation["mean_return"] >= run.first_return  # at first: nan
-            run.compliant = complies and evaluation["compliance"] >= threshold and no_worse
+            run.score = evaluation["score"]
+            no_worse = evaluation["mean_return"] >= run.first_return  # which is nan at first, and nothing is >= nan
+            run.compliant = training_complies and evaluation["compliance"] >= threshold and no_worse
             if math.isnan(run.first_return):
                 run.first_return = evaluation["mean_return"]
         # --- log ------------------------------------------------------------------------------------------------------
@@ -561,7 +561,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         print(run.global_step, *record.values(), sep=",", file=log, flush=True)
         run.csv_size = log.tell()
         minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
-        left = f", {minutes:.1f} min left" if run.global_step > first else ""  # the first update also warms up
+        left = f", {minutes:.1f} min left" if run.global_step > first_end else ""  # the first update also warms up
         line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
         line += f"score {run.score:.2f}, KL {metrics['approx_kl']:.4f}{left}"
         is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
@@ -576,7 +576,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             state = {"format": FORMAT, "args": asdict(args) | {"resume": False}, "run": vars(run), "adam": adam,
                      "agent": agent.state_dict(), "envs": vec_env.get_state(), "obs": next_obs,
                      "generator": torch.get_rng_state()}  # fmt: skip
-            if run.compliant or run.score > run.best_score:
+            if run.compliant or run.score > run.best_score:  # a confirmed policy is the best, whatever its score
                 run.best_score = run.score  # in `state` too
                 save(logdir / "best.pt", state)
                 (logdir / "best.json").write_text(json.dumps({"problem": args.game, "score": run.best_score}))
@@ -643,7 +643,7 @@ class SearchArgs:
     gp_beta: float | None = 4.0  # the next order has the largest mean + sqrt(beta) std; None: Srinivas' schedule
     gp_scale: float = 0.2  # lambda of the Mallows kernel: at 0.2, orders that differ in 3 pairs correlate by 0.55
     judge_episodes: int = 1000  # episodes against each red agent that an order is judged by, the same for all orders
-    shared_timesteps: int = 5_000_000  # steps of the policy with --workflow any that all orders' start from
+    shared_timesteps: int = 5_000_000  # steps of the shared policy (--workflow any) that each order's starts from
     fresh_policy_per_order: bool = False  # start each order's from random weights (they like --learning-rate 0.002)
 
 
@@ -656,7 +656,7 @@ ROW = (  # of the table of orders
 def search(options: SearchArgs, args: Args, signals: list[int] | None = None) -> list[dict[str, Any]]:
     """Search for the workflow of the largest return: GP-UCB over all 120 orders, a policy trained for each order tried.
 
-    The flags of training, which stand in its own --help, are those of each order's; they begin with the preset search.
+    The flags of training (see --help without search) are those of each order's; they begin with the preset search.
     --init-from names a policy to start all orders from, else one is trained first. The folder (--logdir, default
     runs/search__{red agent}__{seed}) gets history.json and a run folder for each order. A search that was stopped or
     killed, be it in the middle of an order's training, goes on by the same command, and so does one with more orders.
@@ -681,7 +681,7 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
 
     start = args.init_from
     if start is None and not options.fresh_policy_per_order:
-        # What the preset search sets, or a flag in its place, is for an order's training: here, the defaults.
+        # The shared policy has the script's defaults for what the preset search sets, whatever flags say instead.
         defaults = {name: getattr(Args, name) for name in PRESETS["search"]}
         defaults |= {"workflow": "any", "red_agent": args.red_agent, "total_timesteps": options.shared_timesteps}
         train(run_args("shared", **defaults), signals)
@@ -722,7 +722,7 @@ class PlayArgs:
     stochastic: bool = False  # sample the actions instead of taking the policy's mode
     render: bool = False  # print the game before each step
     save_gif: bool = False  # write a GIF of each episode
-    gif_fps: int = 4  # pictures per second of a GIF, at most 50
+    gif_fps: int = 4  # pictures per second of a GIF, up to 50
     gif_frames: int = 300  # most pictures of a GIF
     gif_dir: str | None = None  # folder of the GIFs; default {logdir}/gifs
 

@@ -5,7 +5,7 @@
     python ppo_continuous_mujoco.py play --logdir runs/... --save-gif  # film the best policy of a run
 
 A run writes to runs/{env_id}__{script}__{seed}__{time}/ (or --logdir): config.json, TensorBoard events, progress.csv,
-best.pt, best.json and, for --resume, latest.pt. What "detail n" means is in docs/details.md.
+best.pt, best.json and, for --resume, latest.pt. New to PPO? Begin with docs/ppo.md; "detail n" is in docs/details.md.
 """
 
 import contextlib
@@ -34,7 +34,7 @@ from torch.utils.tensorboard import SummaryWriter
 from envs import ClipAction, NormalizeObservation, NormalizeReward, RecordGif, RunningMeanStd, WorkerError, vectorize
 
 SCRIPT, FORMAT = Path(__file__).stem, "ppo_continuous_mujoco/3"  # FORMAT: what a checkpoint holds; copies keep it
-HERE: dict[str, Any] = {"device": "cpu"}  # for play: what a run had may be missing here
+HERE: dict[str, Any] = {"device": "cpu"}  # for play, in place of the run's
 
 
 class UsageError(ValueError):
@@ -56,7 +56,7 @@ class RunArgs:
     logdir: str | None = None  # run folder; default runs/{env_id}__{script}__{seed}__{time}
     resume: bool = False  # continue the run in --logdir from its latest.pt, with its arguments; flags given now win
     init_from: str | None = None  # checkpoint whose networks and observation statistics the run starts from
-    device: str = "cpu"  # torch device: cpu, cuda, cuda:1 (networks this small are faster on a CPU)
+    device: str = "cpu"  # torch device: cpu, cuda, cuda:1 (minibatches this small are faster on a CPU)
     compile: bool = True  # torch.compile the gradient steps: HalfCheetah is 3 times as fast, after 10 to 30 s
     eval_every: int = 100_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 10  # episodes of an evaluation, with fixed seeds and deterministic actions
@@ -85,7 +85,7 @@ class PPOArgs:
     gamma: float = 0.99  # discount per step, at the start of the run
     horizon_growth: float = 1.0  # factor by which 1 / (1 - gamma), how far the policy looks ahead, grows over the run
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation: 0 trusts the critic, 1 the sampled return
-    average_reward_rate: float | None = None  # maximise the average reward; the newest rollout's share in it
+    average_reward_rate: float | None = None  # maximise the mean reward, undiscounted; weight of the newest rollout
     num_minibatches: int = 32  # minibatches of an epoch; must divide N*T
     update_epochs: int = 10  # passes over each batch
     norm_adv: Literal["minibatch", "batch", "per_env", "none"] = "minibatch"  # what advantages are normalised over
@@ -152,16 +152,16 @@ PRESETS["humanoid"] = PRESETS["ant"] | {"env_id": "Humanoid-v5"}
 
 
 # ---- Agent -----------------------------------------------------------------------------------------------------------
-def mlp(sizes: list[int], output_std: float) -> nn.Sequential:
+def mlp(sizes: list[int], output_gain: float) -> nn.Sequential:
     """Tanh layers of these widths, orthogonal weights, biases 0 (detail 2); the last is linear, with another gain."""
     layers: list[nn.Module] = []
     for n_in, n_out in zip(sizes[:-1], sizes[1:], strict=True):
         linear = nn.Linear(n_in, n_out)
         nn.init.orthogonal_(linear.weight, math.sqrt(2))
         nn.init.zeros_(linear.bias)
-        layers += [nn.Tanh(), linear] if layers else [linear]
-    nn.init.orthogonal_(linear.weight, output_std)
-    return nn.Sequential(*layers)
+        layers += [linear, nn.Tanh()]
+    nn.init.orthogonal_(linear.weight, output_gain)
+    return nn.Sequential(*layers[:-1])
 
 
 class Agent(nn.Module):
@@ -171,9 +171,9 @@ class Agent(nn.Module):
         super().__init__()
         (obs_dim,), (action_dim,) = envs.single_observation_space.shape, envs.single_action_space.shape
         # details 13, 26: nothing is shared. A policy head of gain 0.01 starts near mean 0 for every observation.
-        self.actor_mean = mlp([obs_dim, *args.hidden_sizes, action_dim], output_std=0.01)
+        self.actor_mean = mlp([obs_dim, *args.hidden_sizes, action_dim], output_gain=0.01)
         self.actor_log_std = nn.Parameter(torch.full((action_dim,), args.log_std_init))  # detail 24
-        self.critic = mlp([obs_dim, *args.hidden_sizes, 1], output_std=1.0)  # --critic-learning-rate goes by this name
+        self.critic = mlp([obs_dim, *args.hidden_sizes, 1], output_gain=1.0)  # --critic-learning-rate goes by this name
 
     def policy(self, obs: Tensor) -> Independent:
         """(batch, obs_dim) -> a distribution of actions (batch, action_dim), with log-probabilities and entropies
@@ -233,12 +233,12 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
 
         loss = -mean(min(rho A, clip(rho, 1 - eps, 1 + eps) A)) + vf_coef 0.5 mean((V - R)^2) - ent_coef mean(H)
 
-    The minimum takes away the incentive to move rho above 1 + eps where A > 0 and below 1 - eps where A < 0; it
-    does not hold rho there, and it keeps the way back open.
+    The minimum takes away the incentive to move rho above 1 + eps where A > 0 and below 1 - eps where A < 0. It does
+    not hold rho there; and where rho has gone the wrong way (below 1 - eps though A > 0), the gradient leads it back.
     """
-    (policy, values), advantages = agent(batch.obs), batch.advantages
-    if args.norm_adv == "minibatch":
-        advantages = normalize_advantages(advantages)  # detail 7
+    policy, values = agent(batch.obs)
+    normalizing = args.norm_adv == "minibatch"  # detail 7
+    advantages = normalize_advantages(batch.advantages) if normalizing else batch.advantages
     log_ratio = policy.log_prob(batch.actions) - batch.log_probs
     ratio = log_ratio.exp()
     clipped_ratio = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
@@ -250,22 +250,22 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
     value_loss = 0.5 * squared_error.mean()
     entropy = policy.entropy().mean()
     loss = policy_loss + args.vf_coef * value_loss - args.ent_coef * entropy  # detail 10
-    metrics = {  # detail 12; the KL estimators are k1 and k3 of Schulman's note "Approximating KL divergence"
+    metrics = {  # detail 12; k1 and k3: Schulman's note "Approximating KL divergence"
         "policy_loss": policy_loss,
         "value_loss": value_loss,
         "entropy": entropy,
-        "old_approx_kl": -log_ratio.mean(),
-        "approx_kl": (ratio - 1 - log_ratio).mean(),
+        "old_approx_kl": -log_ratio.mean(),  # k1
+        "approx_kl": (ratio - 1 - log_ratio).mean(),  # k3: never negative, and what --target-kl goes by
         "clip_fraction": ((ratio - 1).abs() > args.clip_coef).to(ratio.dtype).mean(),
     }
     return loss, {name: value.detach() for name, value in metrics.items()}
 
 
 def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches: Batch) -> Any:
-    """Change `weights`, which are the agent's in one vector, and `adam`: a step of Adam (Kingma and Ba 2015) on each of
-    n minibatches, tensors (n, minibatch size, ...), in turn. `adam` holds the running means of the gradient and of its
-    square, the learning rate (of all weights or of each) and the number of steps. Returns metrics, tensors (n,)."""
-    steps = []
+    """A step of Adam (Kingma and Ba 2015; as torch's, but written out to be compiled) on each of n minibatches, tensors
+    (n, minibatch size, ...), in turn. In place: the agent's parameters are views of the vector `weights`, and `adam`
+    holds the running means of gradient and squared gradient, the learning rate and the step. Returns metrics, (n,)."""
+    all_metrics = []
     for minibatch in zip(*minibatches, strict=True):
         loss, metrics = ppo_loss(agent, args, Batch(*minibatch))
         gradient = torch.cat([x.flatten() for x in torch.autograd.grad(loss, list(agent.parameters()))])
@@ -275,11 +275,11 @@ def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches
         adam["step"] += 1
         adam["mean"] += (1 - 0.9) * (gradient - adam["mean"])
         adam["square"] += (1 - 0.999) * (gradient**2 - adam["square"])
-        mean = adam["mean"] / (1 - torch.exp(adam["step"] * math.log(0.9)))  # pow is slow where it underflows
+        mean = adam["mean"] / (1 - torch.exp(adam["step"] * math.log(0.9)))  # 1 - 0.9^step; pow is slow on underflow
         square = adam["square"] / (1 - torch.exp(adam["step"] * math.log(0.999)))
         weights -= adam["learning_rate"] * mean / (square.sqrt() + 1e-5)  # detail 3
-        steps.append(metrics)
-    return {name: torch.stack([x[name] for x in steps]) for name in metrics}
+        all_metrics.append(metrics)
+    return {name: torch.stack([x[name] for x in all_metrics]) for name in metrics}
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
@@ -306,10 +306,10 @@ def make_envs(args: Args, num_envs: int, statistics: Any = None, render_mode: st
         is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.dtype.kind == "f"
         require(is_vector, f"{args.env_id} has {space}, no real vector: try FlattenObservation; see docs/copying.md.")
     vec_env = ClipAction(vec_env)  # detail 27: only the environments see the clipped ones
-    if statistics is None and args.norm_reward:  # details 30, 31
+    if statistics is None and args.norm_reward:  # details 30, 31; by the discount at the start
         vec_env = NormalizeReward(vec_env, args.gamma)
-    training, clip = (statistics is None, 10.0) if args.norm_obs else (False, math.inf)
-    return NormalizeObservation(vec_env, statistics, training, clip)  # details 28, 29
+    training = args.norm_obs and statistics is None  # without --norm-obs they stay at mean 0, variance 1
+    return NormalizeObservation(vec_env, statistics, training, 10.0 if args.norm_obs else math.inf)  # details 28, 29
 
 
 @torch.no_grad()
@@ -319,7 +319,7 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
     running = np.ones(vec_env.num_envs, dtype=bool)  # only the first episode of each environment counts
     obs, _ = vec_env.reset(seed=seed)
     limit = getattr(vec_env.unwrapped.spec, "max_episode_steps", None) or 1000  # without a time limit: 1,000 steps
-    while running.any() and lengths.max() < limit:
+    while running.any() and lengths[running].max() < limit:
         policy = agent.policy(torch.as_tensor(obs, device=next(agent.parameters()).device))
         actions = policy.mode if deterministic else policy.sample()
         obs, _, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
@@ -333,12 +333,16 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     """Train, evaluate and save as `args` say; a signal in `signals`, which `main` fills, ends the run after its update.
     Returns the run folder, step counts and evaluations' returns. Raises FloatingPointError, WorkerError."""
     args = replace(args)  # a checked copy
-    torch.set_num_threads(1)  # networks this small gain nothing from more
+    torch.set_num_threads(1)  # minibatches this small gain nothing from more
     torch.manual_seed(args.seed)
     vec_env = make_envs(args, args.num_envs)
     agent = Agent(vec_env, args).to(args.device)
     start = Path(str(args.logdir), "latest.pt") if args.resume else args.init_from
     checkpoint = load(Path(start)) if start else {}
+    for name, value in (checkpoint["args"] if args.resume else {}).items():
+        if name not in ("resume", "logdir") and getattr(args, name) != value:
+            require(name not in ("seed", "env_id", "reset_steps", "norm_reward"), f"A resumed run keeps its {name}.")
+            print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
     if checkpoint:
         load_policy(checkpoint, agent, vec_env.statistics)
     weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # all in one vector, for long steps of Adam
@@ -351,17 +355,13 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     torch._dynamo.config.recompile_limit = 1000  # of one process, which may be a sweep over many runs
     options: Any = {"cpp_wrapper": args.device == "cpu", "cpp.use_decompose_tanh": True}  # the latter vectorises tanh
     update: Any = torch.compile(take_steps, dynamic=False, options=options) if args.compile else take_steps
-    steps_per_call = math.gcd(4, args.num_minibatches)  # one compiled call for each step would cost half as much again
+    steps_per_call = math.gcd(4, args.num_minibatches)  # in a compiled call: one in each would cost half as much again
     run = SimpleNamespace(global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
                           average_reward=0.0, best_LTA=-math.inf, training_return=math.nan, mean_return=math.nan,
                           best_return=-math.inf)  # fmt: skip
     torch.manual_seed(args.seed)  # so that actions do not depend on how many weights were drawn
     next_obs, _ = vec_env.reset(seed=args.seed)
     if args.resume:
-        for name, value in checkpoint["args"].items():
-            if name not in ("resume", "logdir") and getattr(args, name) != value:
-                require(name not in ("env_id", "norm_reward", "seed"), f"A resumed run keeps its {name}.")
-                print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
         vars(run).update(checkpoint["run"])
         adam = {name: x.to(args.device) for name, x in checkpoint["adam"].items()}
         state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
@@ -378,7 +378,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     except BlockingIOError:
         raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
     require(args.resume or not any(logdir.glob("*.pt")), f"{logdir} holds a run: --resume it or choose another.")
-    run.csv_size = log.truncate(min(run.csv_size, log.tell()))  # rows of updates that are not in the checkpoint
+    run.csv_size = log.truncate(min(run.csv_size, log.tell()))  # drops the rows of updates after the checkpoint
     vec_env.unwrapped.advice = f"Continue with: python {sys.argv[0]} --env-id {args.env_id} --resume --logdir {logdir}"
     commit = os.popen(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null").read().strip()
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
@@ -393,14 +393,14 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
 
         wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
     writer = SummaryWriter(str(logdir), purge_step=run.global_step + 1)
-    all_steps, first, stopping = args.num_updates * args.batch_size, run.global_step + args.batch_size, False
+    all_steps, first_end, stopping = args.num_updates * args.batch_size, run.global_step + args.batch_size, False
     while run.global_step < all_steps and not stopping:
         started = time.perf_counter()
         progress = run.global_step / all_steps
         annealing = {"linear": 1 - progress, "exponential": 0.01**progress, "none": 1.0}[args.lr_decay]  # detail 4
-        adam["learning_rate"] = learning_rates * annealing  # a tensor: compiled code takes numbers for constants
+        adam["learning_rate"] = learning_rates * annealing  # a tensor: compiled code takes a number for a constant
         # --- collect --------------------------------------------------------------------------------------------------
-        rows: list[tuple[Tensor, ...]] = []  # of each step: obs, actions, rewards, terminated, ...
+        rows: list[tuple[Tensor, ...]] = []  # of each step: obs, actions, rewards, terminated, truncated, raw rewards
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
         ended: list[tuple[float, int, float]] = []  # (return, length, return / length) of each episode that ended
         for t in range(args.num_steps):
@@ -412,19 +412,19 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             rows.append((obs, actions, *map(torch.as_tensor, (rewards, terminated, truncated, infos["raw_reward"]))))
             ended += infos["ended"]
             cuts += [(t, n, infos["final_obs"][n]) for n in np.flatnonzero(truncated & ~terminated).tolist()]
-        # --- bootstrap ------------------------------------------------------------------------------------------------
-        obs, actions, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # (num_steps, num_envs, ...)
+        # --- log-probabilities, values, bootstrap ---------------------------------------------------------------------
+        obs, actions, *others = (torch.stack(x) for x in zip(*rows, strict=True))  # now (num_steps, num_envs, ...)
         rewards, terminated, truncated, raw_rewards = (x.to(args.device, torch.float32) for x in others)
-        with torch.no_grad():  # next_values: the next row's values, but where a limit cut, the final observation's
+        with torch.no_grad():  # the policy is still the one that acted, and one pass over the batch is fast
             policy, values = agent(obs.flatten(0, 1))
             log_probs, values = policy.log_prob(actions.flatten(0, 1)).view_as(rewards), values.view_as(rewards)
             next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=args.device))[None]])
-            if cuts:
+            if cuts:  # the next row is the reset state's there: it takes the final observation's value
                 times, indices, final_obs = zip(*cuts, strict=True)
                 next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
         # --- advantages -----------------------------------------------------------------------------------------------
         gamma = 1 - (1 - args.gamma) / args.horizon_growth**progress
-        if args.average_reward_rate is not None:  # differential values: delta = r - rho + V(s') - V(s), without gamma
+        if args.average_reward_rate is not None:  # differential values: r - average + V(s') - V(s), without gamma
             share = args.average_reward_rate if run.rollouts > 0 else 1.0
             run.average_reward += share * (rewards.mean().item() - run.average_reward)
             rewards, gamma = rewards - run.average_reward, 1.0
@@ -435,15 +435,15 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             advantages = normalize_advantages(advantages, dim=0 if args.norm_adv == "per_env" else None)
         # --- update ---------------------------------------------------------------------------------------------------
         batch = Batch(*(x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)))
-        results: list[dict[str, Tensor]] = []  # of each call of `update`
+        results: list[dict[str, Tensor]] = []  # of each call of `update`: metrics of its steps_per_call gradient steps
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=args.device)  # detail 6: each transition once an epoch
-            calls = order.view(-1, steps_per_call, args.batch_size // args.num_minibatches)  # (call, minibatch, index)
-            epoch = [update(agent, args, weights, adam, Batch(*(x[indices] for x in batch))) for indices in calls]
-            results += epoch
+            for indices in order.view(-1, steps_per_call, args.batch_size // args.num_minibatches):
+                results.append(update(agent, args, weights, adam, Batch(*(x[indices] for x in batch))))
             run.epochs += 1
             run.minibatch_updates += args.num_minibatches
-            if args.target_kl is not None and torch.cat([x["approx_kl"] for x in epoch]).mean() > args.target_kl:
+            epoch_kl = torch.cat([x["approx_kl"] for x in results]).view(-1, args.num_minibatches)[-1].mean()
+            if args.target_kl is not None and epoch_kl > args.target_kl:
                 break
         metrics = {name: float(torch.cat([x[name] for x in results]).mean()) for name in results[0]}
         if not math.isfinite(metrics["grad_norm"]):
@@ -490,7 +490,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         print(run.global_step, *record.values(), sep=",", file=log, flush=True)
         run.csv_size = log.tell()
         minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
-        left = f", {minutes:.1f} min left" if run.global_step > first else ""  # the first update also warms up
+        left = f", {minutes:.1f} min left" if run.global_step > first_end else ""  # the first update also warms up
         line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
         line += f"evaluation {run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}{left}"
         is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
@@ -565,7 +565,7 @@ class PlayArgs:
     stochastic: bool = False  # sample the actions instead of taking the policy's mode
     render: bool = False  # show the episodes in a window
     save_gif: bool = False  # write a GIF of each episode
-    gif_fps: int = 20  # pictures per second of a GIF, at most 50; it plays in real time
+    gif_fps: int = 20  # most pictures per second of a GIF, up to 50; it plays in real time
     gif_frames: int = 300  # most pictures of a GIF
     gif_dir: str | None = None  # folder of the GIFs; default {logdir}/gifs
 

@@ -121,6 +121,7 @@ class WorkerPool:
         controls = [row.data for row in self.shared.control]
         self.workers = [Worker(w, range(bounds[w], bounds[w + 1]), controls[w]) for w in range(num_workers)]
         self.failure: str | None = None  # why nothing but closing is possible any more
+        self._process_id = os.getpid()
         # Unlike weakref.finalize and atexit, it does nothing in a process forked from this one, and it runs before
         # multiprocessing's own exit function, which would wait for the workers.
         self._end_all = util.Finalize(owner, end_all, (self.workers,), exitpriority=10)
@@ -287,6 +288,8 @@ class WorkerPool:
 
     def close(self, timeout: float | None = None, terminate: bool = False) -> None:
         """End all workers: let environments finish and close for `timeout` seconds, or not at all; then kill."""
+        if os.getpid() != self._process_id:
+            return  # in a process forked from theirs, which goes on
         self.shared.file.close()
         deadline = time.monotonic() + (CLOSE_SECONDS if timeout is None else timeout)
         running = [] if terminate else [worker for worker in self.workers if worker.process is not None]

@@ -31,17 +31,17 @@ class EpisodeStatistics(VectorWrapper):
     def reset(self, *, seed=None, options=None):
         begun = (options or {}).get("reset_mask", slice(None))  # read now, for Gymnasium takes it out
         obs, infos = self.env.reset(seed=seed, options=options)
+        self.returns, self.lengths = self.returns.copy(), self.lengths.copy()  # the last infos keep theirs
         self.returns[begun], self.lengths[begun] = 0.0, 0
         self._check("observation", obs)
         return obs, infos
 
     def step(self, actions):
         obs, rewards, terminations, truncations, infos = self.env.step(actions)
-        self._check("observation", obs)
+        self.returns, self.lengths = self.returns + rewards, self.lengths + 1  # new ones: the infos keep them
         self._check("reward", rewards)
         for n in np.flatnonzero(truncations & ~terminations) if "final_obs" in infos else ():
             self._check("final observation", infos["final_obs"][n][None], int(n))
-        self.returns, self.lengths = self.returns + rewards, self.lengths + 1  # new ones: the infos keep them
         infos |= {"raw_reward": rewards, "episode_return": self.returns, "episode_length": self.lengths}
         ended = np.flatnonzero(terminations | truncations)
         lost = infos.get("worker_restarted", np.zeros(self.num_envs, bool))  # with their worker, in mid-episode
@@ -52,13 +52,14 @@ class EpisodeStatistics(VectorWrapper):
         if ended.size:
             self.returns, self.lengths = self.returns.copy(), self.lengths.copy()
             self.returns[ended], self.lengths[ended] = 0.0, 0
+        self._check("observation", obs)  # the first of an episode is that of step 0, its reset
         return obs, rewards, terminations, truncations, infos
 
     def _check(self, name: str, numbers: np.ndarray, first: int = 0) -> None:
         """Raise FloatingPointError if a number of environments `first`, `first` + 1, ... is not finite."""
         if numbers.dtype.kind == "f" and not np.isfinite(numbers).all():
             for i in np.flatnonzero(~np.isfinite(numbers).reshape(len(numbers), -1).all(1)):
-                n, step = first + i, self.lengths[first + i] + 1
+                n, step = first + i, self.lengths[first + i]
                 raise FloatingPointError(f"The {name} of environment {n} is not finite in step {step} of its episode.")
 
     def get_state(self) -> dict[str, Any]:

@@ -70,13 +70,13 @@ class QueueEnv(gymnasium.Env):
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         n = len(self.backlog)
-        queue = int(np.argmax([0.0, *action])) if self.continuous else int(action)
-        if not 0 <= queue < n:
+        queue = np.argmax([0.0, *action]) if self.continuous else action
+        if queue not in range(n):
             raise ValueError(f"action {action}: the queues are 0 to {n - 1}.")
-        turning, self.place = self.setup and queue != self.place, queue
+        turning, self.place = self.setup and queue != self.place, int(queue)
         draws = self.np_random.random(n + 1)
-        if not turning and self.backlog[queue] > 0 and draws[0] < self.service_probs[queue]:
-            self.backlog[queue] -= 1
+        if not turning and self.backlog[self.place] > 0 and draws[0] < self.service_probs[self.place]:
+            self.backlog[self.place] -= 1
         self.backlog += draws[1:] < self.arrival_probs
         return self.observation(), -float(self.backlog.sum()), False, False, {}
 

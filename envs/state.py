@@ -92,6 +92,8 @@ def _attributes(holder: Any, unsaved: Collection[str] = ()) -> dict[str, Any]:
     for name, value in vars(holder).items():
         if name in UNSAVED_NAMES or name in unsaved or isinstance(value, UNSAVED_TYPES):
             continue
+        if _is_mujoco(getattr(holder, "unwrapped", None)) and _is_view(value):
+            continue  # of the simulation's own memory, as `data.qpos` is: it moves with the simulation
         where = f"{type(holder).__name__}.{name}"
         if isinstance(value, np.random.Generator):
             state[name] = {KIND: "generator", "state": _to_plain(value.bit_generator.state, where)}
@@ -118,6 +120,13 @@ def _has_only_attributes(value: Any) -> bool:
     return hasattr(value, "__dict__") and type(value).__mro__[1:] == (object,)
 
 
+def _is_view(value: Any) -> bool:
+    """Whether `value` is an array whose memory belongs to a library that is not NumPy."""
+    while isinstance(value, np.ndarray) and value.base is not None:
+        value = value.base
+    return type(value).__name__ == "PyCapsule"
+
+
 def _to_plain(value: Any, where: str) -> Any:
     """A copy of `value` made of what `torch.load(weights_only=True)` reads; `where` names it if there is none."""
     if isinstance(value, np.generic):
@@ -138,7 +147,7 @@ def _to_plain(value: Any, where: str) -> Any:
         return {KIND: "dict", "items": [(_to_plain(key, where), _to_plain(item, where)) for key, item in value.items()]}
     raise NoState(
         f"{where} holds a {type(value).__name__}, which cannot be saved: use numbers, strings, arrays, lists, tuples, "
-        "dicts and deques, give it get_state() and set_state(state), or train without exact resume."
+        "dicts and deques, put a wrapper with get_state() and set_state(state) around, or train without exact resume."
     )
 
 

@@ -98,7 +98,7 @@ def test_without_cyborg_one_sentence_says_how_to_install_it(monkeypatch: pytest.
 
 
 def test_it_is_a_gymnasium_environment_that_builds_scenario2_with_the_right_agents() -> None:
-    env, ours = CybORGEnv("b_line", render_mode="ansi"), Cage2Env("b_line")
+    env, ours = CybORGEnv("b_line"), Cage2Env("b_line")
     check_env(env, skip_render_check=True)
     assert (env.observation_space, env.action_space) == (ours.observation_space, ours.action_space)
     scenarios_built.clear()
@@ -166,19 +166,6 @@ def test_bad_settings_get_one_clear_sentence() -> None:
     for kwargs, message in wrong:
         with pytest.raises(ValueError, match=message):
             CybORGEnv(**kwargs)
-
-
-def test_it_renders_what_can_be_seen() -> None:
-    picture, text = (CybORGEnv("b_line", render_mode=mode) for mode in ("rgb_array", "ansi"))
-    for env in (picture, text):
-        env.reset(seed=1)
-    before = picture.render()
-    for _ in range(12):
-        picture.step(0)
-    assert before.shape == (440, 760, 3)
-    assert (picture.render() != before).any()
-    text.step(132)
-    assert "Blue: Restore Defender" in text.render()
 
 
 def test_many_run_in_processes_and_restart_in_the_same_step() -> None:

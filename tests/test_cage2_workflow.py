@@ -233,6 +233,9 @@ def test_a_copy_judges_its_own_games(cage2: ModuleType) -> None:
     assert original.counts[:, workflow.JUDGED].sum() > 0
     with pytest.raises(ValueError, match="reset_mask"):
         original.reset(options={"reset_mask": np.ones(8, bool)})
+    for actions in ([48] * 8, [-1] * 8, [0] * 7, [0.0] * 8):
+        with pytest.raises(ValueError, match=r"must be 8 whole numbers in 0\.\.47, not"):
+            original.step(actions)
 
 
 def test_games_in_processes_are_judged_alike(cage2: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,6 +262,9 @@ def test_games_in_processes_are_judged_alike(cage2: ModuleType, monkeypatch: pyt
         assert (total > 0).all()
     finally:
         both[1].close()
+    monkeypatch.setattr(cage2, "make_env", lambda *args: gym.Wrapper(make_env(cage2.Args(), *args[1:])))
+    with pytest.raises(ValueError, match="state_in_info=True"):
+        games(cage2, 3, 4, **settings)
 
 
 # ---- the policy and its training ------------------------------------------------------------------------------------

@@ -112,6 +112,6 @@ def test_an_impossible_task_or_queue_is_refused() -> None:
     for kwargs, message in wrong:
         with pytest.raises(gym.error.UnsupportedMode if "render_mode" in kwargs else ValueError, match=message):
             QueueEnv(**kwargs)
-    for action in (-1, 2):
+    for action in (-1, 2, 1.9):
         with pytest.raises(ValueError, match=f"action {action}: the queues are 0 to 1"):
             begun().step(action)

@@ -55,7 +55,11 @@ def test_a_restored_simulation_goes_on_bit_for_bit(env_id: str) -> None:
 
 
 class GoalEnv(InvertedPendulumEnv):
-    """A robot of a user's own, which remembers more than its simulation does."""
+    """A robot of a user's own, which remembers more than its simulation does, and a part of that, which moves on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cart = self.data.qpos[:1]
 
     def reset_model(self) -> np.ndarray:
         self.goal = self.np_random.normal(size=1)
@@ -63,14 +67,15 @@ class GoalEnv(InvertedPendulumEnv):
 
     def step(self, action: Any) -> Any:
         obs, reward, *rest = super().step(action)
-        return np.append(obs, self.goal), reward - abs(float(obs[0] - self.goal[0])), *rest
+        return np.append(obs, self.goal), reward - abs(float(self.cart[0] - self.goal[0])), *rest
 
 
 def test_what_a_robot_of_ones_own_remembers_is_saved() -> None:
     env, other = GoalEnv(), GoalEnv()
     env.reset(seed=1)
     set_state(other, through_a_file(get_state(env)))
-    np.testing.assert_equal(other.step(np.ones(1))[:4], env.step(np.ones(1))[:4])
+    for _ in range(2):
+        np.testing.assert_equal(other.step(np.ones(1))[:4], env.step(np.ones(1))[:4])
     np.testing.assert_equal(other.reset()[0], env.reset()[0])
 
 

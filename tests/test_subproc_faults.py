@@ -401,11 +401,13 @@ def test_one_that_is_closed_or_garbage_collected_takes_its_workers_and_memory_al
     assert len(os.listdir("/proc/self/fd")) <= open_before
 
 
-def test_a_forked_child_that_drops_it_leaves_the_workers_alone() -> None:
+@pytest.mark.parametrize("closing", [False, True])
+def test_a_forked_child_that_drops_or_closes_it_leaves_the_workers_alone(closing: bool) -> None:
     envs = four_envs()
     envs.reset()
     child = os.fork()
     if child == 0:
+        envs.close() if closing else None
         del envs
         gc.collect()
         os._exit(0)

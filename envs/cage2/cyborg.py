@@ -21,20 +21,16 @@ from gymnasium.vector import AutoresetMode
 
 from envs.subproc_vec_env import SubprocVecEnv
 
-from .render import render_ansi, render_rgb
 from .scenario import ACTION_NAMES, HOSTS, NUM_ACTIONS, NUM_HOSTS, OBS_SIZE, RED_AGENTS
 from .simulator import VERSIONS, WRAPPERS, red_mixture
-from .state import NONE, STATE
-from .vec_env import RENDER_MODES, check_render_mode, red_agent_indices
+from .vec_env import red_agent_indices
 
 INSTALL_HINT = (
     "CybORG is not installed: clone github.com/cage-challenge/cage-challenge-2, then run `pip install "
     "--no-deps -e cage-challenge-2/CybORG` and `pip install gym==0.26.2 prettytable pyyaml paramiko docutils` "
-    "(the package called cyborg on PyPI is something else)."
+    "(it was written for numpy < 2; the package called cyborg on PyPI is something else)."
 )
 PRIVILEGED_USERS = ("root", "SYSTEM")
-ACTIVITY_OF_BITS = {(0, 0): 0, (1, 0): 1, (1, 1): 2}
-COMPROMISED_OF_BITS = {(0, 0): 0, (1, 0): 1, (0, 1): 2, (1, 1): 3}
 
 
 def make_cyborg(red_agent: str, green: bool) -> tuple[Any, Any]:
@@ -65,10 +61,8 @@ class CybORGEnv(gym.Env):
     else in the process draws from it, so use one process for each environment. Infos hold `red_agent`,
     `blue_action`, `red_access` and `clearable` as those of `Cage2Env` do. `version` must be that of the
     installed CybORG; None accepts either. Only the official wrapper comes with CybORG. Its state cannot be
-    saved.
+    saved, and it draws nothing.
     """
-
-    metadata: dict[str, Any] = {"render_modes": list(RENDER_MODES), "render_fps": 4}
 
     def __init__(
         self,
@@ -78,9 +72,7 @@ class CybORGEnv(gym.Env):
         wrapper: str = "challenge",
         max_steps: int = 100,
         state_in_info: bool = True,
-        render_mode: str | None = None,
     ) -> None:
-        check_render_mode(render_mode)
         if wrapper != "challenge":
             raise ValueError(f"CybORG has no wrapper {wrapper!r}; of {', '.join(WRAPPERS)} use challenge.")
         if version is not None and version not in VERSIONS:
@@ -92,9 +84,8 @@ class CybORGEnv(gym.Env):
         self._games: dict[str, tuple[Any, Any]] = {}  # by red agent, which CybORG cannot change after construction
         self._cyborg: Any = None
         self._wrapper: Any = None
-        self._seen = np.zeros(1, STATE)[0]  # what can be seen from outside, for info and render
+        self._steps = max_steps  # of this episode; an ended one, until reset()
         self._state_in_info = state_in_info
-        self.render_mode = render_mode
         self.observation_space = spaces.Box(0.0, 1.0, (OBS_SIZE,), np.float32)
         self.action_space = spaces.Discrete(NUM_ACTIONS)
         self._play_against(RED_AGENTS[int(np.argmax(self._mixture))])  # reports a missing CybORG at once
@@ -129,70 +120,46 @@ class CybORGEnv(gym.Env):
             agent = int(red_agent_indices(chosen, 1)[0])
         else:
             agent = int(self.np_random.choice(len(RED_AGENTS), p=self._mixture))
-        self._play_against(RED_AGENTS[agent])
+        self._red_agent = RED_AGENTS[agent]
+        self._play_against(self._red_agent)
         if seed is not None:
             random.seed(seed)
         obs = self._wrapper.reset()
         self._check_installed_rules()
-        self._seen = np.zeros(1, STATE)[0]
-        self._seen.max_steps = self._max_steps
-        self._seen.red_agent = agent
-        self._seen.red_target = self._seen.red_subnet = self._seen.red_exploit = NONE
-        self._seen.ot_up = True
-        obs = self._look(obs, 0.0)
-        info = self._info()
+        self._steps = 0
+        info = self._info(blue_action=0)
         if self._state_in_info:
             info |= {"hosts": HOSTS, "action_names": ACTION_NAMES}
-        return obs, info
+        return self._checked(obs), info
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Take an action, a whole number in 0..144."""
-        if self._seen.max_steps == 0 or self._seen.steps >= self._max_steps:
+        if self._steps >= self._max_steps:
             raise ResetNeeded("Call reset() before step(), and again when an episode has ended.")
         if not self.action_space.contains(action):
             raise ValueError(f"The action must be a whole number in 0..{NUM_ACTIONS - 1}, but it is {action!r}.")
         obs, reward, _, _ = self._wrapper.step(int(action))  # CybORG never ends an episode
-        self._seen.blue_action = int(action)
-        self._seen.steps += 1
-        truncated = bool(self._seen.steps >= self._max_steps)
-        return self._look(obs, float(reward)), float(reward), False, truncated, self._info()
+        self._steps += 1
+        truncated = self._steps >= self._max_steps
+        return self._checked(obs), float(reward), False, truncated, self._info(int(action))
 
-    def _look(self, obs: Any, reward: float) -> np.ndarray:
-        """Note what observation, reward and red's session table show; return the observation as float32."""
+    def _checked(self, obs: Any) -> np.ndarray:
         obs = np.asarray(obs, np.float32)
         if obs.shape != (OBS_SIZE,):
             raise ValueError(f"The installed CybORG gives observations of shape {obs.shape} instead of ({OBS_SIZE},).")
-        seen = self._seen
-        seen.cost_tenths = round(-10 * reward)
-        seen.episode_cost_tenths += seen.cost_tenths
-        for host, (a0, a1, c0, c1) in enumerate(obs.astype(int).reshape(NUM_HOSTS, 4).tolist()):
-            seen.activity[host] = ACTIVITY_OF_BITS[a0, a1]
-            seen.compromised[host] = COMPROMISED_OF_BITS[c0, c1]
-        seen.red_access[:] = 0
-        seen.clearable[:] = 0
+        return obs
+
+    def _info(self, blue_action: int) -> dict[str, Any]:
+        if not self._state_in_info:
+            return {}
+        red_access, clearable = np.zeros(NUM_HOSTS, np.uint8), np.zeros(NUM_HOSTS, np.bool_)
         for number, session in self._red_sessions().items():
             host = HOSTS.index(session.host)
             level = 2 if session.username in PRIVILEGED_USERS else 1
-            seen.red_access[host] = max(seen.red_access[host], level)
-            if number != 0:  # session 0 is the foothold on User0
-                seen.clearable[host] = True
-        return obs
-
-    def _info(self) -> dict[str, Any]:
-        if not self._state_in_info:
-            return {}
-        return {
-            "red_agent": RED_AGENTS[self._seen.red_agent],
-            "blue_action": ACTION_NAMES[self._seen.blue_action],
-            "red_access": self._seen.red_access.copy(),
-            "clearable": self._seen.clearable.astype(np.bool_),
-        }
-
-    def render(self) -> Any:
-        """As `Cage2Env.render`, without decoys and red's actions, which CybORG does not tell cheaply."""
-        if self.render_mode is None:
-            raise ValueError('Construct the environment with render_mode="ansi" or "rgb_array" to render it.')
-        return render_rgb(self._seen) if self.render_mode == "rgb_array" else render_ansi(self._seen)
+            red_access[host] = max(red_access[host], level)
+            clearable[host] |= number != 0  # session 0 is the foothold on User0
+        shown = {"red_agent": self._red_agent, "blue_action": ACTION_NAMES[blue_action]}
+        return shown | {"red_access": red_access, "clearable": clearable}
 
 
 def make_cyborg_vec_env(

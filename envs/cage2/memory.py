@@ -143,6 +143,10 @@ class Memory(VectorWrapper):
         """The game's actions (num_envs,) in 0..144 for the policy's."""
         if not self.reduced_to.size:
             return actions
+        actions = np.asarray(actions)
+        if actions.dtype.kind not in "iu" or not self.action_space.contains(actions):
+            last = self.single_action_space.n - 1  # type: ignore[attr-defined]
+            raise ValueError(f"The actions must be {self.num_envs} whole numbers in 0..{last}, not {actions}.")
         return expand(actions, self.now, self.plain, self.reduced_to)
 
     def inputs(self, obs: np.ndarray) -> np.ndarray:

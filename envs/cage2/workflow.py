@@ -168,6 +168,8 @@ class WorkflowEnv(VectorWrapper):
         obs, infos = self.env.reset(seed=seed, options=options)
         self._start(np.arange(self.num_envs))
         if self.follow_infos:
+            if "clearable" not in infos:
+                raise ValueError("WorkflowEnv needs the true state: make the game with state_in_info=True.")
             self.clearable = infos["clearable"]
         return self._inputs(obs), infos
 
