@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 
 .PHONY: setup train play test slow lint format nes_py fceumm atari peers bench clean
 
-BENCHMARKS := stepping loop learning scaling cage2_workflows speed
+BENCHMARKS := stepping loop learning scaling cage2_workflows
 
 $(VENV)/.ready: requirements.txt
 	$(PYTHON) -m venv $(VENV)
@@ -14,7 +14,7 @@ $(VENV)/.ready: requirements.txt
 
 setup: $(VENV)/.ready   ## what all others do first
 
-train: $(VENV)/.ready   ## HalfCheetah learns to run: a minute and a half on two idle cores
+train: $(VENV)/.ready   ## HalfCheetah learns to run: two to four minutes
 	$(BIN)/python ppo_continuous_mujoco.py --configs halfcheetah $(ARGS)
 
 play: fceumm            ## films of a trained robot and of a trained Mario in zoo/gifs/, in a minute
@@ -70,5 +70,5 @@ $(VENV)/.bench: pyproject.toml $(VENV)/.ready  ## the extra `bench`, without the
 
 peers: $(VENV)/.bench fceumm   ## what the benchmarks compare with, and the faster emulator
 
-bench: peers   ## the quick form of every benchmark, into runs/bench; the long forms write results/
+bench: peers   ## quick forms of all benchmarks but speed, into runs/bench; the long ones write results/
 	for name in $(BENCHMARKS); do $(BIN)/python -m benchmarks.$$name --quick || exit 1; done

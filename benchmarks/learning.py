@@ -10,14 +10,14 @@
     python -m benchmarks.learning --name lr -- ppo_x.py --learning-rate 1e-4 -- ppo_x.py --learning-rate 3e-4
 
 Each `--` begins a command of your own; the others are named here. Each seed of each setting is a run with a folder of
-its own, runs/learning/{name}/{setting}/seed_{n}. The same command finds its runs again: a finished one is skipped, one
-that was cut goes on with --resume (SB3's begins anew), and a folder that holds a run of another command is refused.
-Ctrl-C lets the runs save, and waits for them; --report writes the page of what is finished. Where a run has ended, its
-last policy and the best one (chosen by the run's own evaluations) play 100 fresh episodes each, with deterministic
-actions; Mario also with sampled ones, CAGE2 1,000 against each red agent.
+its own, runs/learning/{name}_learning/{setting}/seed_{n}. The same command finds its runs again: a finished one is
+skipped, one that was cut goes on with --resume (SB3's begins anew), and a folder that holds a run of another command is
+refused. Ctrl-C lets the runs save, and waits for them; --report writes the page of what is finished. Where a run has
+ended, its last policy and the best one (chosen by the run's own evaluations) play 100 fresh episodes each, with
+deterministic actions; Mario also with sampled ones, CAGE2 1,000 against each red agent.
 
-results/{name}.json keeps curves, scores and commit of every run, so run folders may be deleted: a report adds the
-finished runs to it, and drops those of a setting whose command is another one today. Intervals are 95 % percentile
+results/{name}_learning.json keeps curves, scores and commit of every run, so run folders may be deleted: a report adds
+the finished runs to it, and drops those of a setting whose command is another one today. Intervals are 95 % percentile
 bootstraps over seeds. Few seeds are a trap: of two or three the interval is merely the range, and the interquartile
 mean of fewer than four leaves nothing out. Presets were chosen on seeds from 101 up; seeds 11 to 15 are for reporting.
 """

@@ -263,7 +263,8 @@ def test_every_benchmark_is_listed_and_make_bench_runs_those_with_a_quick_form()
     programs = {name: text for name, text in BENCHMARKS.items() if '__name__ == "__main__"' in text}
     assert set(re.findall(r"python -m benchmarks\.(\w+)", text_of(DOCS / "benchmarks.md"))) == set(programs)
     (run,) = re.findall(r"^BENCHMARKS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
-    assert set(run.split()) == {name for name, text in programs.items() if '"--quick"' in text}
+    quick = {name for name, text in programs.items() if '"--quick"' in text}
+    assert set(run.split()) == quick - {"speed"}  # which needs another checkout
 
 
 # ---- figures and numbers --------------------------------------------------------------------------------------------
@@ -358,8 +359,7 @@ def test_scores_on_cage2_and_flags_on_mario_are_those_measured() -> None:
     flags = {name: {seed: 100 * run["last"]["flag, deterministic"] for seed, run in setting["seeds"].items()}
              for name, setting in results("mario_learning")["settings"].items()}  # fmt: skip
     assert_summarised([*flags["Mario-1-1, fceumm"].values()], row_with(README, "Mario 1-1")[0])
-    of_four_stages = flags["Mario-1-1,1-4,3-2,4-1, fceumm"]["12"]  # minibatches of seed 11 grew by another rule
-    assert row_with(README, "Mario, one network")[0] == f"{of_four_stages:.0f} % (1 seed)"
+    assert_summarised([*flags["Mario-1-1,1-4,3-2,4-1, fceumm"].values()], row_with(README, "Mario, one network")[0])
 
 
 def test_speeds_of_whole_loops_are_those_measured() -> None:
