@@ -91,7 +91,7 @@ MUJOCO = {  # task: preset, best published return at 1 M steps known to us, SB3'
     "HumanoidStandup-v5": ("ant --gae-lambda 0.95 --learning-rate 3e-4", ""),
     "Swimmer-v5": ("swimmer", "282 (SB3 Zoo)"),
     "Reacher-v5": ("walker --gamma 0.9", "-4.1 (Tianshou)"),
-    "Pusher-v5": ("walker --norm-adv minibatch", ""),
+    "Pusher-v5": ("walker --norm-adv minibatch --gamma 0.95 --gae-lambda 0.9", ""),
     "InvertedPendulum-v5": ("walker --norm-adv minibatch", "1,000 (Tianshou)"),
     "InvertedDoublePendulum-v5": ("walker --update-epochs 5 --ent-coef 0.001", "9,231 (Tianshou)"),
 }
