@@ -245,13 +245,13 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16), for each environment on its own.
 
     All tensors are (num_steps, num_envs). Step t of environment n led, with reward `rewards[t, n]`, from a state of
-    value `values[t, n]` to a state of value `next_values[t, n]`: where a time limit cut the episode, that is its final
-    state and never the reset one. Returns (advantages, returns); the returns are the critic's targets.
+    value `values[t, n]` to a state of value `next_values[t, n]`: where a time limit cut the episode, its final state's,
+    never the reset one's; where it terminated, any number will do. Returns (advantages, returns: the critic's targets).
 
         delta_t = r_t + gamma V(s_{t+1}) (1 - terminated_t) - V(s_t)
         A_t     = delta_t + gamma lambda (1 - ended_t) A_{t+1},     R_t = A_t + V(s_t)
 
-    A terminated episode has no future: V(s') is dropped. Where a time limit, or the end of the rollout, cut one, V(s')
+    A terminated episode has no future: V(s_{t+1}) is dropped. Where a time limit or the rollout's end cut one, it
     stands for its future (Pardo et al. 2018). However it ended, the recursion stops: the next row is another episode's.
     """
     deltas = rewards + gamma * next_values * terminations.logical_not() - values
@@ -355,8 +355,8 @@ def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
 
 
 def make_envs(args: Args, num_envs: int, render_mode: str | None = None) -> Any:
-    """`num_envs` environments that begin the next episode in the step that ends one (SAME_STEP), behind Blue's memory
-    and, if there is one, its workflow. One compiled loop steps them, or processes, where make_env wraps the game."""
+    """`num_envs` environments that begin the next episode in the step that ends one (SAME_STEP). envs/episodes.py says
+    what infos hold. One compiled loop steps them, or processes where make_env wraps the game; Blue's memory follows."""
     settings = args.num_workers, args.step_timeout, args.on_worker_failure
     vec_env: Any = vectorize(lambda: make_env(args, render_mode), num_envs, *settings)
     hosts = [] if args.actions == "full" else WORKFLOW_HOSTS if args.workflow else REDUCED_HOSTS
