@@ -299,7 +299,7 @@ def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
 
 def make_envs(args: Args, num_envs: int, statistics: Any = None, render_mode: str | None = None) -> Any:
     """`num_envs` environments that begin the next episode in the step that ends one (SAME_STEP). envs/episodes.py says
-    what infos hold. Observations and rewards are normalised; with a run's `statistics` by these, and rewards are not."""
+    what infos hold. Observations and rewards are normalised; with a run's `statistics` by these, and rewards not."""
     settings = args.num_workers, args.step_timeout, args.on_worker_failure
     vec_env: Any = vectorize(lambda: make_env(args, render_mode), num_envs, *settings)
     for space in (vec_env.single_observation_space, vec_env.single_action_space):
