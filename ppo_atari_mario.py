@@ -103,7 +103,7 @@ class PPOArgs:
     gamma: float = 0.95  # discount per step
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation: 0 trusts the critic, 1 the sampled return
     num_minibatches: int = 32  # minibatches of an epoch; must divide N*T
-    minibatch_growth: int = 4  # times larger minibatches while 80 % of the episodes reach the flag and deaths are rare
+    minibatch_growth: int = 4  # factor on the size of minibatches while over 80 % of training episodes reach the flag
     update_epochs: int = 4  # passes over each batch
     norm_adv: Literal["minibatch", "batch", "per_env", "none"] = "minibatch"  # what advantages are normalised over
     clip_coef: float = 0.2  # epsilon: a probability ratio earns nothing beyond 1 +- epsilon
@@ -117,7 +117,7 @@ class PPOArgs:
     shared_cnn: bool = True  # actor and critic share the convolutions and that layer
 
 
-# What evaluations depend on: only those of the same can be compared.
+# What decides what a score means: only runs that have all of these in common can be compared.
 GAME = ("env_id", "reward", "reset_steps", "skip", "stuck_steps", "noop_max", "sticky_action_probability")
 EVALUATION = ("mean_return", "std_return", "mean_length", "success_rate")  # what is logged of one
 RANGES = {  # lowest and highest values; None passes
@@ -181,9 +181,9 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 # ---- Agent -----------------------------------------------------------------------------------------------------------
-def init(layer: Any, std: float = math.sqrt(2)) -> Any:
-    """Orthogonal weights of gain `std`, biases 0 (detail 2)."""
-    nn.init.orthogonal_(layer.weight, std)
+def init(layer: Any, gain: float = math.sqrt(2)) -> Any:
+    """Orthogonal weights, biases 0 (detail 2)."""
+    nn.init.orthogonal_(layer.weight, gain)
     nn.init.zeros_(layer.bias)
     return layer
 
@@ -240,8 +240,8 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
         delta_t = r_t + gamma V(s_{t+1}) (1 - terminated_t) - V(s_t)
         A_t     = delta_t + gamma lambda (1 - ended_t) A_{t+1},     R_t = A_t + V(s_t)
 
-    A terminated episode has no future: V(s_{t+1}) is dropped. Where a time limit or the rollout's end cut one, it
-    stands for its future (Pardo et al. 2018). However it ended, the recursion stops: the next row is another episode's.
+    A terminated episode has no future: V(s_{t+1}) is dropped. One that a time limit or the rollout's end cut has: there
+    V(s_{t+1}) counts (Pardo et al. 2018). However it ended, the recursion stops: the next row is another episode's.
     """
     deltas = rewards + gamma * next_values * terminations.logical_not() - values
     decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not().to(rewards.dtype)
@@ -270,7 +270,7 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
 
     With the probability ratio rho = pi(a|s) / pi_old(a|s),
 
-        loss = -mean(min(rho A, clip(rho, 1 - eps, 1 + eps) A)) + vf_coef 0.5 mean((V - R)^2) - ent_coef mean(H)
+        loss = -mean(min(rho A, clip(rho, 1 - eps, 1 + eps) A)) + vf_coef mean((V - R)^2) / 2 - ent_coef mean(H)
 
     The minimum takes away the incentive to move rho above 1 + eps where A > 0 and below 1 - eps where A < 0. It does
     not hold rho there; and where rho has gone the wrong way (below 1 - eps though A > 0), the gradient leads it back.
@@ -301,9 +301,9 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
 
 
 def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches: Batch) -> Any:
-    """A step of Adam (Kingma and Ba 2015; as torch's, but written out to be compiled) on each of n minibatches, tensors
-    (n, minibatch size, ...), in turn. In place: the agent's parameters are views of the vector `weights`, and `adam`
-    holds the running means of gradient and squared gradient, the learning rate and the step. Returns metrics, (n,)."""
+    """A step of Adam (Kingma and Ba 2015; torch's, written out to be compiled) per minibatch, that is per row of the
+    tensors in `minibatches`, (n, minibatch size, ...). In place: the agent's parameters are views of the vector
+    `weights`; `adam` holds running means of gradient and its square, learning rate and step. Returns metrics, (n,)."""
     all_metrics = []
     for minibatch in zip(*minibatches, strict=True):
         loss, metrics = ppo_loss(agent, args, Batch(*minibatch))
@@ -342,8 +342,8 @@ def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
 
 
 def make_envs(args: Args, num_envs: int, render_mode: str | None = None) -> Any:
-    """`num_envs` environments that begin the next episode in the step that ends one (SAME_STEP). envs/episodes.py says
-    what infos hold."""
+    """`num_envs` environments that begin the next episode in the step that ends one (SAME_STEP): the infos of that step
+    hold the old one's `final_obs` and `final_info`. What else they hold: envs/episodes.py."""
     settings = args.num_workers, args.step_timeout, args.on_worker_failure
     try:
         return vectorize(lambda: make_env(args, render_mode), num_envs, *settings)
@@ -354,9 +354,9 @@ def make_envs(args: Args, num_envs: int, render_mode: str | None = None) -> Any:
 @torch.no_grad()
 @torch.random.fork_rng()  # training's random numbers do not depend on evaluations
 def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool = True) -> tuple[Any, ...]:
-    """Play an episode in each of `vec_env`, the i-th from seed + i, which decides about waiting, sticky actions and, if
-    not `deterministic`, samples: the emulator itself knows no chance. Returns their returns and lengths, (num_envs,),
-    and the last infos, dicts."""
+    """Play an episode in each of `vec_env`. Seed + i decides the i-th one's stage, waiting and sticky actions (the
+    emulator itself knows no chance); if not `deterministic`, `seed` decides the samples of all of them together.
+    Returns the episodes' returns and lengths, (num_envs,), and their last infos, dicts."""
     torch.manual_seed(seed)
     returns, lengths = np.zeros(vec_env.num_envs), np.zeros(vec_env.num_envs, dtype=int)
     running = np.ones(vec_env.num_envs, dtype=bool)  # only the first episode of each environment counts
@@ -395,8 +395,9 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
     if checkpoint:
         load_policy(checkpoint, agent)
-        require(checkpoint["args"]["shared_cnn"] == args.shared_cnn, f"{start} needs another value of --shared-cnn.")
-    weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # all in one vector, for long steps of Adam
+        own = {name: checkpoint["args"][name] for name in ("backend", "shared_cnn")}
+        require(all(getattr(args, name) == x for name, x in own.items()), f"{start} needs its own flags: {own}.")
+    weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # one vector: Adam then takes few operations
     nn.utils.vector_to_parameters(weights, agent.parameters())  # views of it: what changes `weights` changes the agent
     adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": weights.new_zeros(())}
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
@@ -404,7 +405,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     options: Any = {"cpp_wrapper": args.device == "cpu"}
     update: Any = torch.compile(take_steps, dynamic=False, options=options) if args.compile else take_steps
     num_large_minibatches = args.num_minibatches // args.minibatch_growth
-    steps_per_call = math.gcd(4, num_large_minibatches)  # in a compiled call: one in each would cost half as much again
+    steps_per_call = math.gcd(4, num_large_minibatches)  # compiled, 1 is 50 % slower than 4; must divide both numbers
     run = SimpleNamespace(global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
                           training_return=math.nan, training_success=math.nan, mean_return=math.nan,
                           best_return=-math.inf)  # fmt: skip
@@ -415,7 +416,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         adam = {name: x.to(args.device) for name, x in checkpoint["adam"].items()}
         state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
         torch.set_rng_state(checkpoint["generator"])
-        if vec_env.set_state(state):  # environments that cannot be saved begin anew
+        if vec_env.set_state(state):  # else (unsaved, or another --num-envs) all begin anew
             next_obs = checkpoint["obs"]
     # --- run folder: new, or with its logs taken back to the checkpoint -----------------------------------------------
     task = args.env_id.replace("/", "_").replace(":", "_")
@@ -450,7 +451,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         annealing = {"linear": 1 - progress, "exponential": 0.01**progress, "none": 1.0}  # detail 4
         adam["learning_rate"] = torch.tensor(args.learning_rate * annealing[args.lr_decay], device=args.device)
         ent_coef: Any = torch.tensor(args.ent_coef * annealing[args.ent_decay], device=args.device)
-        loss_args = replace(args, ent_coef=ent_coef)  # a tensor: compiled code takes a number for a constant
+        loss_args = replace(args, ent_coef=ent_coef)  # a tensor: each new number would be compiled into new code
         num_minibatches = num_large_minibatches if run.training_success > 0.8 else args.num_minibatches
         # --- collect --------------------------------------------------------------------------------------------------
         rows: list[tuple[Tensor, ...]] = []  # of each step, in the order below
@@ -466,11 +467,12 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             next_obs, rewards, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
             if args.sign_reward:  # detail 19
                 rewards = np.sign(rewards)
-            life_lost = infos.get("life_lost", False) | infos.get("final_info", {}).get("life_lost", False)
+            final_info = infos.get("final_info", {})  # of the episodes that ended in this step
+            life_lost = infos.get("life_lost", False) | final_info.get("life_lost", False)
             ends = terminated | life_lost if args.episodic_life else terminated  # detail 16
             outcome = map(torch.as_tensor, (rewards, ends, truncated, infos["raw_reward"]))
             rows.append((obs, actions, log_probs, values, *outcome))
-            flags = infos.get("final_info", {}).get("flag_get", np.zeros(args.num_envs))  # of Mario's stages
+            flags = final_info.get("flag_get", np.zeros(args.num_envs))  # of Mario's stages
             for n in infos["ended_envs"]:
                 ended.append((infos["episode_return"][n], infos["episode_length"][n], terminated[n] and flags[n]))
             cuts += [(t, n, infos["final_obs"][n]) for n in np.flatnonzero(truncated & ~terminated).tolist()]
@@ -479,12 +481,11 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         rewards, ends, truncated, raw_rewards = (x.to(args.device, torch.float32) for x in others)
         with torch.no_grad():
             next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=args.device))[None]])
-            if cuts:  # the next row is the reset state's there: it takes the final observation's value
+            if cuts:  # there, that row is of the reset state: V of the final observation takes its place
                 times, indices, final_obs = zip(*cuts, strict=True)
                 next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
         # --- advantages -----------------------------------------------------------------------------------------------
-        gamma = args.gamma
-        advantages, returns = compute_gae(rewards, values, next_values, ends, truncated, gamma, args.gae_lambda)
+        advantages, returns = compute_gae(rewards, values, next_values, ends, truncated, args.gamma, args.gae_lambda)
         if args.norm_adv in ("batch", "per_env"):
             advantages = normalize_advantages(advantages, dim=0 if args.norm_adv == "per_env" else None)
         # --- update ---------------------------------------------------------------------------------------------------
@@ -623,7 +624,7 @@ class PlayArgs:
     save_gif: bool = False  # write a GIF of each episode
     gif_fps: int = 20  # most pictures per second of a GIF, up to 50; it plays in real time: Mario has 60 / --skip
     gif_frames: int = 300  # most pictures of a GIF
-    gif_dir: str | None = None  # folder of the GIFs; default {logdir}/gifs
+    gif_dir: str | None = None  # folder of the GIFs; default: gifs, beside the checkpoint
 
 
 def play(options: PlayArgs) -> list[float]:

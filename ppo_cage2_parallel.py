@@ -115,7 +115,7 @@ class PPOArgs:
 
 
 RED_MIXTURE = {"b_line": 0.5, "meander": 0.45, "sleep": 0.05}  # of --red-agent mixed, for each episode
-# What evaluations depend on: only those of the same can be compared.
+# What decides what a score means: only runs that have all of these in common can be compared.
 GAME = ("env_id", "version", "wrapper", "red_agent", "green", "max_steps", "finite_horizon", "workflow")
 RANGES = {  # lowest and highest values; None passes
     "num_envs num_workers max_steps eval_episodes num_steps num_minibatches update_epochs hidden_sizes": (1, 1e6),
@@ -251,8 +251,8 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
         delta_t = r_t + gamma V(s_{t+1}) (1 - terminated_t) - V(s_t)
         A_t     = delta_t + gamma lambda (1 - ended_t) A_{t+1},     R_t = A_t + V(s_t)
 
-    A terminated episode has no future: V(s_{t+1}) is dropped. Where a time limit or the rollout's end cut one, it
-    stands for its future (Pardo et al. 2018). However it ended, the recursion stops: the next row is another episode's.
+    A terminated episode has no future: V(s_{t+1}) is dropped. One that a time limit or the rollout's end cut has: there
+    V(s_{t+1}) counts (Pardo et al. 2018). However it ended, the recursion stops: the next row is another episode's.
     """
     deltas = rewards + gamma * next_values * terminations.logical_not() - values
     decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not().to(rewards.dtype)
@@ -281,7 +281,7 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
 
     With the probability ratio rho = pi(a|s) / pi_old(a|s),
 
-        loss = -mean(min(rho A, clip(rho, 1 - eps, 1 + eps) A)) + vf_coef 0.5 mean((V - R)^2) - ent_coef mean(H)
+        loss = -mean(min(rho A, clip(rho, 1 - eps, 1 + eps) A)) + vf_coef mean((V - R)^2) / 2 - ent_coef mean(H)
 
     The minimum takes away the incentive to move rho above 1 + eps where A > 0 and below 1 - eps where A < 0. It does
     not hold rho there; and where rho has gone the wrong way (below 1 - eps though A > 0), the gradient leads it back.
@@ -312,9 +312,9 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
 
 
 def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches: Batch) -> Any:
-    """A step of Adam (Kingma and Ba 2015; as torch's, but written out to be compiled) on each of n minibatches, tensors
-    (n, minibatch size, ...), in turn. In place: the agent's parameters are views of the vector `weights`, and `adam`
-    holds the running means of gradient and squared gradient, the learning rate and the step. Returns metrics, (n,)."""
+    """A step of Adam (Kingma and Ba 2015; torch's, written out to be compiled) per minibatch, that is per row of the
+    tensors in `minibatches`, (n, minibatch size, ...). In place: the agent's parameters are views of the vector
+    `weights`; `adam` holds running means of gradient and its square, learning rate and step. Returns metrics, (n,)."""
     all_metrics = []
     for minibatch in zip(*minibatches, strict=True):
         loss, metrics = ppo_loss(agent, args, Batch(*minibatch))
@@ -411,7 +411,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
     if checkpoint:
         load_policy(checkpoint, agent)
-    weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # all in one vector, for long steps of Adam
+    weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # one vector: Adam then takes few operations
     nn.utils.vector_to_parameters(weights, agent.parameters())  # views of it: what changes `weights` changes the agent
     adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": weights.new_zeros(())}
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
@@ -419,7 +419,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     options: Any = {"cpp_wrapper": args.device == "cpu", "cpp.use_decompose_tanh": True}  # the latter vectorises tanh
     compiled: Any = (lambda f: torch.compile(f, dynamic=False, options=options)) if args.compile else (lambda f: f)
     update, evaluate_actions = compiled(take_steps), compiled(log_probs_and_values)
-    steps_per_call = math.gcd(4, args.num_minibatches)  # in a compiled call: one in each would cost half as much again
+    steps_per_call = math.gcd(4, args.num_minibatches)  # compiled, 1 is 50 % slower than 4; must divide the number
     run = SimpleNamespace(global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
                           training_return=math.nan, first_return=math.nan, score=math.nan, best_score=-math.inf,
                           compliant=False)  # fmt: skip
@@ -432,7 +432,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         adam = {name: x.to(args.device) for name, x in checkpoint["adam"].items()}
         state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
         torch.set_rng_state(checkpoint["generator"])
-        if vec_env.set_state(state):  # environments that cannot be saved begin anew
+        if vec_env.set_state(state):  # else (unsaved, or another --num-envs) all begin anew
             next_obs = checkpoint["obs"]
     # --- run folder: new, or with its logs taken back to the checkpoint -----------------------------------------------
     logdir = Path(args.logdir or f"runs/{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
@@ -468,7 +468,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         annealing = {"linear": 1 - progress, "exponential": 0.01**progress, "none": 1.0}  # detail 4
         adam["learning_rate"] = torch.tensor(args.learning_rate * annealing[args.lr_decay], device=args.device)
         ent_coef: Any = torch.tensor(args.ent_coef * annealing[args.ent_decay], device=args.device)
-        loss_args = replace(args, ent_coef=ent_coef)  # a tensor: compiled code takes a number for a constant
+        loss_args = replace(args, ent_coef=ent_coef)  # a tensor: each new number would be compiled into new code
         # --- collect --------------------------------------------------------------------------------------------------
         rows: list[tuple[Tensor, ...]] = []  # of each step: obs, actions, rewards, terminated, truncated, raw rewards
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
@@ -491,12 +491,12 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         with torch.no_grad():  # the policy is still the one that acted, and one pass over the batch is fast
             log_probs, values = evaluate_actions(agent, obs, actions)
             next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=args.device))[None]])
-            if cuts:  # the next row is the reset state's there: it takes the final observation's value
+            if cuts:  # there, that row is of the reset state: V of the final observation takes its place
                 times, indices, final_obs = zip(*cuts, strict=True)
                 next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
         # --- advantages -----------------------------------------------------------------------------------------------
-        gamma = args.gamma
-        advantages, returns = compute_gae(rewards, values, next_values, terminated, truncated, gamma, args.gae_lambda)
+        ends = terminated, truncated
+        advantages, returns = compute_gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
         if args.norm_adv in ("batch", "per_env"):
             advantages = normalize_advantages(advantages, dim=0 if args.norm_adv == "per_env" else None)
         # --- update ---------------------------------------------------------------------------------------------------
@@ -724,7 +724,7 @@ class PlayArgs:
     save_gif: bool = False  # write a GIF of each episode
     gif_fps: int = 4  # pictures per second of a GIF, up to 50
     gif_frames: int = 300  # most pictures of a GIF
-    gif_dir: str | None = None  # folder of the GIFs; default {logdir}/gifs
+    gif_dir: str | None = None  # folder of the GIFs; default: gifs, beside the checkpoint
 
 
 def compliance_text(args: Args, fixes: list[np.ndarray]) -> str:

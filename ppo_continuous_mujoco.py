@@ -139,8 +139,8 @@ PRESETS: dict[str, dict[str, Any]] = {
               "eval_every": 5_000, "eval_episodes": 2, "save_every": 2_500, "compile": False},
     "cleanrl": {"num_envs": 1, "num_steps": 2048, "clip_vloss": True},  # as in CleanRL's ppo_continuous_action.py
     "halfcheetah": {"gamma": 0.98, "gae_lambda": 0.92, "vf_coef": 0.25, "log_std_init": -1.0},
-    "ant": {"env_id": "Ant-v5", "gae_lambda": 0.8, "num_envs": 8, "num_minibatches": 8, "update_epochs": 5,
-            "learning_rate": 2e-4, "norm_adv": "none", "vf_coef": 0.25, "log_std_init": -1.0},
+    "humanoid": {"env_id": "Humanoid-v5", "gae_lambda": 0.8, "num_envs": 8, "num_minibatches": 8, "update_epochs": 5,
+                 "learning_rate": 2e-4, "norm_adv": "none", "vf_coef": 0.25, "log_std_init": -1.0},
     "walker": {"env_id": "Walker2d-v5", "norm_adv": "none", "vf_coef": 0.25, "log_std_init": -0.5},
     "swimmer": {"env_id": "Swimmer-v5", "gamma": 0.9999, "gae_lambda": 0.98, "num_envs": 4, "num_steps": 1024,
                 "num_minibatches": 16, "learning_rate": 6e-4},
@@ -148,7 +148,7 @@ PRESETS: dict[str, dict[str, Any]] = {
               "num_steps": 32, "num_minibatches": 4, "total_timesteps": 200_000, "eval_every": 50_000},
 }  # fmt: skip
 PRESETS["hopper"] = PRESETS["walker"] | {"env_id": "Hopper-v5", "update_epochs": 5, "horizon_growth": 4.0}
-PRESETS["humanoid"] = PRESETS["ant"] | {"env_id": "Humanoid-v5"}
+PRESETS["ant"] = PRESETS["humanoid"] | {"env_id": "Ant-v5", "horizon_growth": 4.0}
 
 
 # ---- Agent -----------------------------------------------------------------------------------------------------------
@@ -201,8 +201,8 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
         delta_t = r_t + gamma V(s_{t+1}) (1 - terminated_t) - V(s_t)
         A_t     = delta_t + gamma lambda (1 - ended_t) A_{t+1},     R_t = A_t + V(s_t)
 
-    A terminated episode has no future: V(s_{t+1}) is dropped. Where a time limit or the rollout's end cut one, it
-    stands for its future (Pardo et al. 2018). However it ended, the recursion stops: the next row is another episode's.
+    A terminated episode has no future: V(s_{t+1}) is dropped. One that a time limit or the rollout's end cut has: there
+    V(s_{t+1}) counts (Pardo et al. 2018). However it ended, the recursion stops: the next row is another episode's.
     """
     deltas = rewards + gamma * next_values * terminations.logical_not() - values
     decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not().to(rewards.dtype)
@@ -231,7 +231,7 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
 
     With the probability ratio rho = pi(a|s) / pi_old(a|s),
 
-        loss = -mean(min(rho A, clip(rho, 1 - eps, 1 + eps) A)) + vf_coef 0.5 mean((V - R)^2) - ent_coef mean(H)
+        loss = -mean(min(rho A, clip(rho, 1 - eps, 1 + eps) A)) + vf_coef mean((V - R)^2) / 2 - ent_coef mean(H)
 
     The minimum takes away the incentive to move rho above 1 + eps where A > 0 and below 1 - eps where A < 0. It does
     not hold rho there; and where rho has gone the wrong way (below 1 - eps though A > 0), the gradient leads it back.
@@ -262,9 +262,9 @@ def ppo_loss(agent: Agent, args: Args, batch: Batch) -> tuple[Tensor, dict[str, 
 
 
 def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches: Batch) -> Any:
-    """A step of Adam (Kingma and Ba 2015; as torch's, but written out to be compiled) on each of n minibatches, tensors
-    (n, minibatch size, ...), in turn. In place: the agent's parameters are views of the vector `weights`, and `adam`
-    holds the running means of gradient and squared gradient, the learning rate and the step. Returns metrics, (n,)."""
+    """A step of Adam (Kingma and Ba 2015; torch's, written out to be compiled) per minibatch, that is per row of the
+    tensors in `minibatches`, (n, minibatch size, ...). In place: the agent's parameters are views of the vector
+    `weights`; `adam` holds running means of gradient and its square, learning rate and step. Returns metrics, (n,)."""
     all_metrics = []
     for minibatch in zip(*minibatches, strict=True):
         loss, metrics = ppo_loss(agent, args, Batch(*minibatch))
@@ -345,7 +345,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
     if checkpoint:
         load_policy(checkpoint, agent, vec_env.statistics)
-    weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # all in one vector, for long steps of Adam
+    weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # one vector: Adam then takes few operations
     nn.utils.vector_to_parameters(weights, agent.parameters())  # views of it: what changes `weights` changes the agent
     actor_rate, critic_rate = args.learning_rate, args.critic_learning_rate or args.learning_rate
     rates = ((p, critic_rate if name.startswith("critic") else actor_rate) for name, p in agent.named_parameters())
@@ -355,7 +355,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     torch._dynamo.config.recompile_limit = 1000  # of one process, which may be a sweep over many runs
     options: Any = {"cpp_wrapper": args.device == "cpu", "cpp.use_decompose_tanh": True}  # the latter vectorises tanh
     update: Any = torch.compile(take_steps, dynamic=False, options=options) if args.compile else take_steps
-    steps_per_call = math.gcd(4, args.num_minibatches)  # in a compiled call: one in each would cost half as much again
+    steps_per_call = math.gcd(4, args.num_minibatches)  # compiled, 1 is 50 % slower than 4; must divide the number
     run = SimpleNamespace(global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
                           average_reward=0.0, best_LTA=-math.inf, training_return=math.nan, mean_return=math.nan,
                           best_return=-math.inf)  # fmt: skip
@@ -366,7 +366,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         adam = {name: x.to(args.device) for name, x in checkpoint["adam"].items()}
         state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
         torch.set_rng_state(checkpoint["generator"])
-        if vec_env.set_state(state):  # environments that cannot be saved begin anew
+        if vec_env.set_state(state):  # else (unsaved, or another --num-envs) all begin anew
             next_obs = checkpoint["obs"]
     # --- run folder: new, or with its logs taken back to the checkpoint -----------------------------------------------
     task = args.env_id.replace("/", "_").replace(":", "_")
@@ -398,7 +398,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         started = time.perf_counter()
         progress = run.global_step / all_steps
         annealing = {"linear": 1 - progress, "exponential": 0.01**progress, "none": 1.0}[args.lr_decay]  # detail 4
-        adam["learning_rate"] = learning_rates * annealing  # a tensor: compiled code takes a number for a constant
+        adam["learning_rate"] = learning_rates * annealing  # a tensor: each new number would be compiled in
         # --- collect --------------------------------------------------------------------------------------------------
         rows: list[tuple[Tensor, ...]] = []  # of each step: obs, actions, rewards, terminated, truncated, raw rewards
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
@@ -419,7 +419,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             policy, values = agent(obs.flatten(0, 1))
             log_probs, values = policy.log_prob(actions.flatten(0, 1)).view_as(rewards), values.view_as(rewards)
             next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=args.device))[None]])
-            if cuts:  # the next row is the reset state's there: it takes the final observation's value
+            if cuts:  # there, that row is of the reset state: V of the final observation takes its place
                 times, indices, final_obs = zip(*cuts, strict=True)
                 next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
         # --- advantages -----------------------------------------------------------------------------------------------
@@ -567,7 +567,7 @@ class PlayArgs:
     save_gif: bool = False  # write a GIF of each episode
     gif_fps: int = 20  # most pictures per second of a GIF, up to 50; it plays in real time
     gif_frames: int = 300  # most pictures of a GIF
-    gif_dir: str | None = None  # folder of the GIFs; default {logdir}/gifs
+    gif_dir: str | None = None  # folder of the GIFs; default: gifs, beside the checkpoint
 
 
 def play(options: PlayArgs) -> list[float]:

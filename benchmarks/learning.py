@@ -88,7 +88,7 @@ MUJOCO = {  # task: preset, best published return at 1 M steps known to us, SB3'
     "Hopper-v5": ("hopper", "3,353 (NJUWCY, best five points); SB3 Zoo 2,410"),
     "Walker2d-v5": ("walker", "4,273 (NJUWCY, best five points); SB3 Zoo 3,479"),
     "Humanoid-v5": ("humanoid", "2,130 (NJUWCY, best five points)"),
-    "HumanoidStandup-v5": ("ant --gae-lambda 0.95 --learning-rate 3e-4", ""),
+    "HumanoidStandup-v5": ("humanoid --gae-lambda 0.95 --learning-rate 3e-4", ""),
     "Swimmer-v5": ("swimmer", "282 (SB3 Zoo)"),
     "Reacher-v5": ("walker --gamma 0.9", "-4.1 (Tianshou)"),
     "Pusher-v5": ("walker --norm-adv minibatch --gamma 0.95 --gae-lambda 0.9", ""),

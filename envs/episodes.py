@@ -20,7 +20,8 @@ class EpisodeStatistics(VectorWrapper):
 
     Put it next to the environments. An observation or a reward that is not finite raises FloatingPointError before
     anything can learn from it. `set_state` returns whether the environments go on where they were saved: it is False
-    for those that cannot be saved, about which `get_state` warns. It raises gymnasium.error.Error for others' states.
+    if they could not be saved, about which `get_state` warns, or are more or fewer now. It raises gymnasium.error.Error
+    for others' states.
     """
 
     def __init__(self, env: VectorEnv) -> None:
@@ -40,7 +41,7 @@ class EpisodeStatistics(VectorWrapper):
         obs, rewards, terminations, truncations, infos = self.env.step(actions)
         self.returns, self.lengths = self.returns + rewards, self.lengths + 1  # new ones: the infos keep them
         self._check("reward", rewards)
-        for n in np.flatnonzero(truncations & ~terminations) if "final_obs" in infos else ():
+        for n in np.flatnonzero(truncations & ~terminations & ("final_obs" in infos)):
             self._check("final observation", infos["final_obs"][n][None], int(n))
         infos |= {"raw_reward": rewards, "episode_return": self.returns, "episode_length": self.lengths}
         ended = np.flatnonzero(terminations | truncations)

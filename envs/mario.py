@@ -210,10 +210,10 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         death = goal = False
         last_but_one: Image.Image | None = None
         for frame in range(self.skip):
-            if not (self.sticky_action_probability and self.np_random.random() < self.sticky_action_probability):
+            if self.sticky_action_probability == 0 or self.np_random.random() >= self.sticky_action_probability:
                 self._held_buttons = buttons
             death, goal, waited = game.frame(self._held_buttons)
-            if waited:
+            if waited:  # in frames without buttons, so that what was held has been let go
                 self._held_buttons = 0
             if death or goal:
                 break

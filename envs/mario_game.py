@@ -124,8 +124,8 @@ class MarioGame:
         raise RuntimeError(f"Mario did not obey again within {_MAX_BUSY_FRAMES} frames of stage {self.stage}")
 
     def is_over(self, death: bool, goal: bool) -> bool:
-        """Whether the game ended with this frame. A single stage also ends when a warp zone leads out of
-        it."""
+        """Whether the game ended with this frame; a single stage also ends when a warp zone leads out of it. Call it
+        after measure(), which knows a new clock by the level that this notes."""
         ram = self.core.ram.tobytes()
         level, self.level = self.level, _level(ram)
         if self.stage == "full":
