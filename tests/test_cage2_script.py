@@ -21,7 +21,7 @@ import torch
 from envs.cage2 import ACTION_NAMES, DECOYS, HOSTS, Cage2VecEnv
 from envs.cage2.memory import DECOY_SLOTS
 from envs.cage2.scores import summarize
-from tests.conftest import assert_same, columns, command_line, tiny_args, tiny_runner
+from tests.conftest import assert_same, command_line, tiny_args
 
 
 def test_the_documents_preset_has_its_sizes(cage2: ModuleType) -> None:
@@ -221,12 +221,6 @@ def test_summaries_by_hand() -> None:
     returns = {"b_line": [-10.0, -12.0], "meander": [-50.0, -50.0], "sleep": [0.0, -4.0]}
     episodes = {red: (np.array([r]), np.array([1, 1]), np.zeros((2, 4), int)) for red, r in returns.items()}
     assert summarize(episodes, 100, False, False)["standard_error"] == pytest.approx(math.sqrt(1 + 0 + 4) / 3)
-
-
-def test_the_best_score_is_the_best_of_the_evaluations(cage2: ModuleType, tmp_path: Path) -> None:
-    result = tiny_runner(cage2, tmp_path)(eval_every=100)
-    scores = columns(result["logdir"])["eval/score"]
-    assert (len(scores), result["best_score"]) == (3, max(scores))
 
 
 def test_seconds_of_training_halve_the_loss_of_the_untrained_policy(cage2: ModuleType, tmp_path: Path) -> None:

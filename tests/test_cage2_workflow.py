@@ -327,6 +327,8 @@ def test_training_stops_when_the_evaluation_confirms_compliance(
         assert result["global_step"] in stop
         assert cage2.load(tmp_path / "best.pt")["run"]["global_step"] == result["global_step"]
         assert cage2.train(tiny_args(cage2, tmp_path, resume=True, **settings)) == result
+        stricter = settings | {"resume": True, "compliance_threshold": 0.95}
+        assert cage2.train(tiny_args(cage2, tmp_path, **stricter))["global_step"] > result["global_step"]
 
 
 # ---- which order next: envs/cage2/search.py -------------------------------------------------------------------------
@@ -440,6 +442,15 @@ def test_a_search_is_made_of_its_options_and_of_the_flags_of_training(
     for refused in (["--resume"], ["--workflow", "any"], ["--workflow=any"]):
         code, _, err = command_line(cage2, capsys)("search", *refused)
         assert (code, "leave out --resume, --workflow" in err) == (2, True)
+
+
+def test_an_order_whose_training_was_stopped_is_not_judged(
+    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals: list[int] = []
+    monkeypatch.setattr(cage2, "train", lambda args, signals: signals.append(signal.SIGINT))
+    options = cage2.SearchArgs(n_workflows=2, fresh_policy_per_order=True)
+    assert cage2.search(options, tiny_args(cage2, tmp_path, workflow="any"), signals) == []
 
 
 def test_a_search_killed_anywhere_goes_on_and_ends_alike(cage2: ModuleType, tmp_path: Path) -> None:

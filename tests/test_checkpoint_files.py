@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.conftest import assert_same, command_line, fork, rows, tiny_args, tiny_runner, wait_until
+from tests.conftest import assert_same, command_line, domain, fork, rows, tiny_args, tiny_runner, wait_until
 
 
 def state_of(script: ModuleType, number: int = 1) -> dict[str, Any]:
@@ -206,6 +206,16 @@ def test_a_folder_in_use_is_refused_until_its_process_is_gone(script: ModuleType
     assert script.train(tiny_args(script, logdir, resume=True, total_timesteps=(rows(logdir) + 1) * args.batch_size))
 
 
+KEPT: dict[str, dict[str, Any]] = {
+    "ppo_continuous_mujoco": {"seed": 2, "env_id": "InvertedPendulum-v5", "reset_steps": 7, "norm_reward": False},
+    "ppo_atari_mario": {"seed": 2, "env_id": "Mario-4-1", "reward": "landed", "reset_steps": 7, "skip": 3,
+                        "stuck_steps": 9, "noop_max": 1, "sticky_action_probability": 0.5},
+    "ppo_cage2_parallel": {"seed": 2, "version": "head", "wrapper": "cardiff", "red_agent": "sleep", "green": True,
+                           "max_steps": 9, "finite_horizon": True, "actions": "full", "memory": False,
+                           "workflow": "any"},
+}  # fmt: skip
+
+
 def test_a_run_is_neither_overwritten_nor_hurt_by_a_refused_resume(script: ModuleType, tmp_path: Path) -> None:
     run = tiny_runner(script, tmp_path)
     logdir = Path(run()["logdir"])
@@ -216,8 +226,9 @@ def test_a_run_is_neither_overwritten_nor_hurt_by_a_refused_resume(script: Modul
     other = {"feature_dim": 8} if hasattr(script.Args, "feature_dim") else {"hidden_sizes": (16,)}
     with pytest.raises(script.UsageError, match="another network"):
         run(logdir=logdir, resume=True, total_timesteps=steps, **other)
-    with pytest.raises(script.UsageError, match="A resumed run keeps its seed"):
-        run(logdir=logdir, resume=True, total_timesteps=steps, seed=2)
+    for name, value in KEPT[domain(script)].items():
+        with pytest.raises(script.UsageError, match=f"A resumed run keeps its {name}"):
+            run(logdir=logdir, resume=True, total_timesteps=steps, **{name: value})
     assert {path.name: path.read_bytes() for path in logdir.iterdir()} == before
     assert run(logdir=logdir, resume=True, total_timesteps=steps)["global_step"] == steps
 

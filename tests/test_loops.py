@@ -215,21 +215,54 @@ def test_one_optimiser_serves_the_whole_run(watched: Watched) -> None:
     ],
 )
 def test_there_are_exactly_num_updates_with_their_rates_and_evaluations(
-    script: ModuleType, tmp_path: Path, decay: str, rates: list[float], every: float, evaluated: list[int]
-) -> None:
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decay: str, rates: list[float], every: float,
+    evaluated: list[int],
+) -> None:  # fmt: skip
     """Three and a half batches are asked for: three updates. They are evaluated at the next update after so many
     batches, and at the end."""
     batch = tiny_args(script, tmp_path).batch_size
     values = {"total_timesteps": batch * 7 // 2, "lr_decay": decay, "eval_every": int(every * batch)}
     has_bonus = hasattr(script.Args, "ent_decay")
     args = tiny_args(script, tmp_path, **values | ({"ent_decay": decay} if has_bonus else {}))
+    calls = spy(monkeypatch, script, "take_steps")
     script.train(args)
     progress = columns(tmp_path)
     assert progress["global_step"] == [batch, 2 * batch, 3 * batch]
     np.testing.assert_allclose(progress["train/learning_rate"], args.learning_rate * np.array(rates), rtol=1e-5)
     if has_bonus:
         np.testing.assert_allclose(progress["train/ent_coef"], args.ent_coef * np.array(rates), rtol=1e-5)
+        used = [float(given[1].ent_coef) for given, _ in calls[:: len(calls) // 3]]
+        np.testing.assert_allclose(used, progress["train/ent_coef"], rtol=1e-5)
     assert (np.flatnonzero(np.isfinite(progress["eval/mean_return"])) + 1).tolist() == evaluated
+
+
+def test_best_is_of_the_best_deterministic_evaluation(
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second of three here; sampled actions would be better still."""
+    name = "score" if hasattr(script, "score") else "evaluate"
+    original, values = getattr(script, name), iter([1.0, 3.0, 2.0])
+
+    def judged(*given: Any, deterministic: bool = True) -> Any:
+        if name == "score":
+            return original(*given) | {"score": next(values)}
+        returns, *others = original(*given, deterministic=deterministic)
+        return np.full_like(returns, next(values) if deterministic else 9.0), *others
+
+    monkeypatch.setattr(script, name, judged)
+    batch = tiny_args(script, tmp_path).batch_size
+    logdir = Path(tiny_runner(script, tmp_path)(eval_every=batch)["logdir"])
+    best, latest = (torch.load(logdir / f"{which}.pt", weights_only=True)["run"] for which in ("best", "latest"))
+    assert (best["global_step"], latest["global_step"]) == (2 * batch, 3 * batch)
+    assert json.loads((logdir / "best.json").read_text())["score"] == 3.0
+
+
+def test_a_run_begins_with_the_weights_that_it_is_given(script: ModuleType, tmp_path: Path) -> None:
+    run = tiny_runner(script, tmp_path)
+    start = Path(run()["logdir"]) / "latest.pt"
+    begun = weights(run(init_from=str(start), learning_rate=1e-9, seed=2)["logdir"])
+    for name, tensor in weights(start.parent).items():
+        torch.testing.assert_close(begun[name], tensor, rtol=0, atol=1e-6)
 
 
 def test_a_run_leaves_the_files_it_promises(

@@ -232,6 +232,14 @@ def test_a_flag_is_success_in_training_evaluation_and_play(
     assert len(re.findall(r"episode \d: return \S+, 1 steps, flag reached", capsys.readouterr().out)) == 2
 
 
+def test_the_policy_of_another_emulator_is_refused(mario: ModuleType, run: Path, tmp_path: Path) -> None:
+    start = run / "latest.pt"
+    (other,) = {"nes_py", "fceumm"} - {mario.load(start)["args"]["backend"]}
+    require(other)
+    with pytest.raises(mario.UsageError, match="needs its own flags: .'backend'"):
+        mario.train(tiny_args(mario, tmp_path / "other", backend=other, init_from=str(start)))
+
+
 def test_an_episode_that_is_lost_with_its_worker_is_not_counted(
     mario: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

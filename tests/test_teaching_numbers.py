@@ -359,16 +359,3 @@ def test_a_reward_divided_by_time_hides_a_growing_queue(
     assert torch.equal(torch.cat([rewards for (rewards, *_), _ in calls]), torch.full((30, 4), -10.0))
     progress = columns(result["logdir"])
     assert (progress["rollout/episodic_return"], progress["rollout/LTA_return"]) == ([-550] * 2, [-55] * 2)
-
-
-def test_make_vec_is_synchronous_and_resets_in_the_next_step_unless_told_otherwise() -> None:
-    envs = gym.make_vec("InvertedPendulum-v5", num_envs=2)
-    assert isinstance(envs, gym.vector.SyncVectorEnv)
-    assert envs.metadata["autoreset_mode"] is gym.vector.AutoresetMode.NEXT_STEP
-    envs.reset(seed=0)
-    ended = np.zeros(2, dtype=bool)
-    while not ended.any():
-        ended = np.logical_or(*envs.step(np.full((2, 1), 3.0, dtype=np.float32))[2:4])
-    rewards = envs.step(np.full((2, 1), 3.0, dtype=np.float32))[1]
-    assert not rewards[ended].any()  # the step after the end only resets: no reward, action ignored
-    envs.close()
