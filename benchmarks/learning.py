@@ -91,7 +91,7 @@ MUJOCO = {  # task: preset, best published return at 1 M steps known to us, SB3'
     "HumanoidStandup-v5": ("humanoid --gae-lambda 0.95 --learning-rate 3e-4", ""),
     "Swimmer-v5": ("swimmer", "282 (SB3 Zoo)"),
     "Reacher-v5": ("walker --gamma 0.9", "-4.1 (Tianshou)"),
-    "Pusher-v5": ("walker --norm-adv minibatch --gamma 0.95 --gae-lambda 0.9", ""),
+    "Pusher-v5": ("walker --norm-adv minibatch", ""),
     "InvertedPendulum-v5": ("walker --norm-adv minibatch", "1,000 (Tianshou)"),
     "InvertedDoublePendulum-v5": ("walker --update-epochs 5 --ent-coef 0.001", "9,231 (Tianshou)"),
 }
@@ -236,9 +236,9 @@ class Run:
         script = next(i for i, word in enumerate(words) if word.endswith(".py"))
         if self.is_trained():
             call = f"judge({words[script]!r}, {str(self.logdir)!r}, {self.episodes})"
-            return ["-c", f"from benchmarks.learning import judge; {call}"]
+            return ["-c", f"from benchmarks.learning import judge; {call}", *words[script + 1 :]]  # trusted: --env-id
         if (self.logdir / "latest.pt").exists():
-            return [*words[: script + 1], "--resume", "--logdir", str(self.logdir)]
+            return [*words, "--resume", "--logdir", str(self.logdir)]
         return [*words, "--seed", str(self.seed), "--logdir", str(self.logdir)]
 
     def start(self) -> None:
@@ -272,8 +272,9 @@ def run_all(runs: list[Run], parallel: int) -> int:
     try:
         while running or (waiting and not signals):
             while waiting and len(running) < parallel and not signals:
-                running.append(waiting.pop(0))
-                running[-1].start()
+                run = waiting.pop(0)
+                run.start()
+                running.append(run)
             time.sleep(0.05)
             for number in signals[passed_on:]:
                 passed_on += 1
@@ -424,34 +425,35 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[11, 12, 13, 14, 15])
     parser.add_argument("--parallel", type=at_least_one, default=1, help="runs at a time")
     parser.add_argument("--only", metavar="TEXT", help="a task (Hopper, 4-1) or a setting (head)")
-    parser.add_argument("--also", nargs="+", default=[], help="SB3, cleanrl (mujoco), nes_py, landed (mario)")
+    parser.add_argument("--also", nargs="+", default=[], choices=["SB3", "cleanrl", "nes_py", "landed"],
+                        help="SB3, cleanrl (mujoco), nes_py, landed (mario)")  # fmt: skip
     parser.add_argument(
         "--steps", type=at_least_one, help="of each run; default: 1 M for mujoco, the script's for others"
     )
-    parser.add_argument("--metric", help="column of progress.csv whose curve is drawn")
     parser.add_argument("--report", action="store_true", help="run nothing, report what is finished")
     stops = [i for i, word in enumerate(argv) if word == "--"] + [len(argv)]
     options = parser.parse_args(argv[: stops[0]])
     commands = [shlex.join(argv[start + 1 : stop]) for start, stop in itertools.pairwise(stops)]
     taken = [word for command in commands for word in command.split() if word.partition("=")[0] in OURS]
     unknown = set(options.names) - set(SUITES)
+    unknown |= {command for command in commands if not any(word.endswith(".py") for word in command.split())}
     if taken or unknown or bool(commands) == bool(options.names or options.quick):
         parser.error(f"{taken[0]} is given to each run by this program: leave it out" if taken else
-                     f"name suites, of {', '.join(SUITES)}, or commands of your own after --")  # fmt: skip
+                     f"name suites, of {', '.join(SUITES)}, or commands of your own after --, x.py first")  # fmt: skip
     suites = {name: SUITES[name] for name in options.names or (SUITES if options.quick and not commands else ())}
     if commands:
         metric = "eval/score" if "cage2" in commands[0] else "eval/mean_return"
         suites = {"": Suite({f"{options.name}, {command}": command for command in commands}, metric)}
-    code = 0
+    if options.only and len(suites) > 1:
+        parser.error("--only goes with one suite at a time")
+    code, asked = 0, {*options.also, options.only}
     for name, suite in suites.items():
-        if options.metric:
-            suite = replace(suite, metric=options.metric)
         steps = options.steps or (1_000_000 if name == "mujoco" else 0)
         settings = {
             setting: command + f" --total-timesteps {steps}" * bool(steps and not options.quick)
             for setting, command in suite.settings.items()
             if is_meant(setting, options.only or suite.default or setting)
-            and (setting.rpartition(", ")[2] not in suite.also or setting.rpartition(", ")[2] in options.also)
+            and (setting.rpartition(", ")[2] not in suite.also or {setting.rpartition(", ")[2], setting} & asked)
         }
         if not settings:
             parser.error(f"there is no setting {options.only}; there are {'; '.join(suite.settings)}")
@@ -471,7 +473,8 @@ def main(argv: list[str]) -> int:
             if code:
                 print("stopped; repeat the command to go on", file=sys.stderr)
                 return code
-            by_hand = (name or f"--name {options.name} -- ...") + f" --steps {options.steps}" * bool(options.steps)
+            by_hand = f"{name} [--only ...] [--also ...]" if name else f"--name {options.name} -- ..."
+            by_hand += f" --steps {options.steps}" * bool(options.steps)
             report(page, suite, runs, options.quick, by_hand)
         except (RunFailed, ValueError) as error:
             print(f"error: {error}", file=sys.stderr)

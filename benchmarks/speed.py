@@ -49,7 +49,7 @@ def measure(checkout: Path, name: str) -> tuple[float, float]:
     script, flags, batch, updates = SETTINGS[name]
     if script == "step_subproc.py":
         command, variables = [sys.executable, str(ROOT / "benchmarks" / script), flags], {"PYTHONPATH": str(checkout)}
-        done = subprocess.run(command, env=os.environ | variables, capture_output=True, text=True, check=True)
+        done = subprocess.run(command, env=os.environ | variables, stdout=subprocess.PIPE, text=True, check=True)
         return float(done.stdout), 0.0
     columns = train(script, [*flags.split(), "--total-timesteps", str(batch * updates)], checkout, anew=True)
     rates = columns["time/sps"].tolist()

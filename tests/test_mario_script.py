@@ -236,7 +236,7 @@ def test_the_policy_of_another_emulator_is_refused(mario: ModuleType, run: Path,
     start = run / "latest.pt"
     (other,) = {"nes_py", "fceumm"} - {mario.load(start)["args"]["backend"]}
     require(other)
-    with pytest.raises(mario.UsageError, match="needs its own flags: .'backend'"):
+    with pytest.raises(mario.UsageError, match="needs its own flags"):
         mario.train(tiny_args(mario, tmp_path / "other", backend=other, init_from=str(start)))
 
 
