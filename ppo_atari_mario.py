@@ -39,7 +39,7 @@ from envs.atari import AtariGame
 from envs.mario import MarioEnv
 from envs.nes_core import resolve_backend
 
-SCRIPT, FORMAT = Path(__file__).stem, "ppo_atari_mario/3"  # FORMAT: what a checkpoint holds; copies keep it
+SCRIPT, FORMAT = Path(__file__).stem, "ppo_atari_mario/3"  # what a checkpoint holds; /4 if a copy changes that
 HERE: dict[str, Any] = {"device": "cpu", "torch_threads": 1}  # for play, in place of the run's
 
 
@@ -244,7 +244,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     V(s_{t+1}) counts (Pardo et al. 2018). However it ended, the recursion stops: the next row is another episode's.
     """
     deltas = rewards + gamma * next_values * terminations.logical_not() - values
-    decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not().to(rewards.dtype)
+    decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not().to(deltas.dtype)
     advantages = deltas.clone()  # the last row's are complete: no row follows
     for t in reversed(range(len(rewards) - 1)):  # detail 5
         advantages[t] += decay[t] * advantages[t + 1]
@@ -573,7 +573,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
         score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.game)
         print(f"best of all runs of this game: {score:.2f}, {best_run}")
-    if stopping and run.global_step < all_steps:
+    if signals and run.global_step < all_steps:
         print(vec_env.unwrapped.advice)
     return {"logdir": str(logdir), **vars(run)}
 

@@ -33,7 +33,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from envs import ClipAction, NormalizeObservation, NormalizeReward, RecordGif, RunningMeanStd, WorkerError, vectorize
 
-SCRIPT, FORMAT = Path(__file__).stem, "ppo_continuous_mujoco/3"  # FORMAT: what a checkpoint holds; copies keep it
+SCRIPT, FORMAT = Path(__file__).stem, "ppo_continuous_mujoco/3"  # what a checkpoint holds; /4 if a copy changes that
 HERE: dict[str, Any] = {"device": "cpu"}  # for play, in place of the run's
 
 
@@ -205,7 +205,7 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     V(s_{t+1}) counts (Pardo et al. 2018). However it ended, the recursion stops: the next row is another episode's.
     """
     deltas = rewards + gamma * next_values * terminations.logical_not() - values
-    decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not().to(rewards.dtype)
+    decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not().to(deltas.dtype)
     advantages = deltas.clone()  # the last row's are complete: no row follows
     for t in reversed(range(len(rewards) - 1)):  # detail 5
         advantages[t] += decay[t] * advantages[t + 1]
@@ -291,7 +291,7 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
 
 # ---- Environments and evaluation -------------------------------------------------------------------------------------
 def make_env(args: Args, render_mode: str | None = None) -> gym.Env:
-    """One environment. A wrapper that is put around it here acts in training, evaluation and play."""
+    """One environment. A wrapper put around it here acts in training, evaluation and play; processes then step it."""
     kwargs: Any = {"render_mode": render_mode} if render_mode else {}  # not every environment takes the argument
     env = gym.make(args.env_id, max_episode_steps=args.reset_steps, **kwargs)
     return env
@@ -515,7 +515,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
         score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.env_id)
         print(f"best of all runs of {args.env_id}: {score:.2f}, {best_run}")
-    if stopping and run.global_step < all_steps:
+    if signals and run.global_step < all_steps:
         print(vec_env.unwrapped.advice)
     return {"logdir": str(logdir), **vars(run)}
 
