@@ -31,7 +31,8 @@ def add(run: Path, suffix: str) -> None:
     checkpoint = torch.load(run / "best.pt", weights_only=True)
     config = json.loads((run / "config.json").read_text())
     small = {name: checkpoint[name] for name in NEEDED if name in checkpoint}
-    small["agent"] = {name: x.clone() for name, x in small["agent"].items()}  # not the vector they are views of
+    copies: dict[int, torch.Tensor] = {}  # not the vector they are views of; what actor and critic share, once
+    small["agent"] = {name: copies.setdefault(x.data_ptr(), x.clone()) for name, x in small["agent"].items()}
     small["args"] |= {"logdir": None}
     ZOO.mkdir(exist_ok=True)
     name = checkpoint["args"]["env_id"].replace("/", "_").replace(",", "_") + f"_{suffix}" * bool(suffix)
