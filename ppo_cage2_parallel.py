@@ -495,8 +495,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
                 times, indices, final_obs = zip(*cuts, strict=True)
                 next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
         # --- advantages -----------------------------------------------------------------------------------------------
-        ends = terminated, truncated
-        advantages, returns = compute_gae(rewards, values, next_values, *ends, args.gamma, args.gae_lambda)
+        gamma = args.gamma
+        advantages, returns = compute_gae(rewards, values, next_values, terminated, truncated, gamma, args.gae_lambda)
         if args.norm_adv in ("batch", "per_env"):
             advantages = normalize_advantages(advantages, dim=0 if args.norm_adv == "per_env" else None)
         # --- update ---------------------------------------------------------------------------------------------------

@@ -425,8 +425,10 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[11, 12, 13, 14, 15])
     parser.add_argument("--parallel", type=at_least_one, default=1, help="runs at a time")
     parser.add_argument("--only", metavar="TEXT", help="a task (Hopper, 4-1) or a setting (head)")
-    parser.add_argument("--also", nargs="+", default=[], choices=["SB3", "cleanrl", "nes_py", "landed"],
-                        help="SB3, cleanrl (mujoco), nes_py, landed (mario)")  # fmt: skip
+    lines = [line for suite in SUITES.values() for line in suite.also]
+    parser.add_argument(
+        "--also", nargs="+", default=[], choices=lines, help="SB3, cleanrl (mujoco), nes_py, landed (mario)"
+    )
     parser.add_argument(
         "--steps", type=at_least_one, help="of each run; default: 1 M for mujoco, the script's for others"
     )
@@ -446,14 +448,14 @@ def main(argv: list[str]) -> int:
         suites = {"": Suite({f"{options.name}, {command}": command for command in commands}, metric)}
     if options.only and len(suites) > 1:
         parser.error("--only goes with one suite at a time")
-    code, asked = 0, {*options.also, options.only}
+    code = 0
     for name, suite in suites.items():
         steps = options.steps or (1_000_000 if name == "mujoco" else 0)
         settings = {
             setting: command + f" --total-timesteps {steps}" * bool(steps and not options.quick)
             for setting, command in suite.settings.items()
             if is_meant(setting, options.only or suite.default or setting)
-            and (setting.rpartition(", ")[2] not in suite.also or {setting.rpartition(", ")[2], setting} & asked)
+            and (setting == options.only or setting.rpartition(", ")[2] not in {*suite.also} - {*options.also})
         }
         if not settings:
             parser.error(f"there is no setting {options.only}; there are {'; '.join(suite.settings)}")

@@ -32,8 +32,7 @@ class EpisodeStatistics(VectorWrapper):
     def reset(self, *, seed=None, options=None):
         begun = (options or {}).get("reset_mask", slice(None))  # read now, for Gymnasium takes it out
         obs, infos = self.env.reset(seed=seed, options=options)
-        self.returns, self.lengths = self.returns.copy(), self.lengths.copy()  # the last infos keep theirs
-        self.returns[begun], self.lengths[begun] = 0.0, 0
+        self._begin(begun)
         self._check("observation", obs)
         return obs, infos
 
@@ -51,10 +50,14 @@ class EpisodeStatistics(VectorWrapper):
             (self.returns[n], self.lengths[n], self.returns[n] / self.lengths[n]) for n in infos["ended_envs"]
         ]
         if ended.size:
-            self.returns, self.lengths = self.returns.copy(), self.lengths.copy()
-            self.returns[ended], self.lengths[ended] = 0.0, 0
+            self._begin(ended)
         self._check("observation", obs)  # the first of an episode is that of step 0, its reset
         return obs, rewards, terminations, truncations, infos
+
+    def _begin(self, envs: Any) -> None:
+        """Count anew in these environments, in new arrays: the last infos keep theirs."""
+        self.returns, self.lengths = self.returns.copy(), self.lengths.copy()
+        self.returns[envs], self.lengths[envs] = 0.0, 0
 
     def _check(self, name: str, numbers: np.ndarray, first: int = 0) -> None:
         """Raise FloatingPointError if a number of environments `first`, `first` + 1, ... is not finite."""

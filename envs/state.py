@@ -92,7 +92,7 @@ def _attributes(holder: Any, unsaved: Collection[str] = ()) -> dict[str, Any]:
     for name, value in vars(holder).items():
         if name in UNSAVED_NAMES or name in unsaved or isinstance(value, UNSAVED_TYPES):
             continue
-        if _is_mujoco(getattr(holder, "unwrapped", None)) and _is_view(value):
+        if _is_view(value) and _is_mujoco(getattr(holder, "unwrapped", None)):
             continue  # of the simulation's own memory, as `data.qpos` is: it moves with the simulation
         where = f"{type(holder).__name__}.{name}"
         if isinstance(value, np.random.Generator):

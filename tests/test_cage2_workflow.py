@@ -233,8 +233,10 @@ def test_a_copy_judges_its_own_games(cage2: ModuleType) -> None:
     assert original.counts[:, workflow.JUDGED].sum() > 0
     with pytest.raises(ValueError, match="reset_mask"):
         original.reset(options={"reset_mask": np.ones(8, bool)})
-    for actions in ([48] * 8, [-1] * 8, [0] * 7, [0.0] * 8):
-        with pytest.raises(ValueError, match=r"must be 8 whole numbers in 0\.\.47, not"):
+    wrong = [([0] * 7 + [48], r"environment 7 is 48, .* 0\.\.47"), ([-1] * 8, r"environment 0 is -1, .* 0\.\.47"),
+             ([0] * 7, r"shape \(8,\), .* \(7,\)"), ([0.0] * 8, "whole numbers .* float64")]  # fmt: skip
+    for actions, message in wrong:
+        with pytest.raises(ValueError, match=message):
             original.step(actions)
 
 

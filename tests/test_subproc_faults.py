@@ -407,7 +407,8 @@ def test_a_forked_child_that_drops_or_closes_it_leaves_the_workers_alone(closing
     envs.reset()
     child = os.fork()
     if child == 0:
-        envs.close() if closing else None
+        if closing:
+            envs.close()
         del envs
         gc.collect()
         os._exit(0)

@@ -15,7 +15,7 @@ from gymnasium.vector.utils import batch_space
 from numba import njit
 
 from .scenario import ACTION_NAMES, DECOY_CHECKS, DECOY_FITS, DECOYS, EXPLOITS, HOSTS, LISTENING
-from .vec_env import check_same_step
+from .vec_env import check_same_step, checked_actions
 
 # What each of the 145 actions is: a verb and a host (none for Sleep and Monitor).
 VERB_AND_HOST = [(name.split()[0], HOSTS.index(name.split()[1]) if " " in name else -1) for name in ACTION_NAMES]
@@ -143,10 +143,7 @@ class Memory(VectorWrapper):
         """The game's actions (num_envs,) in 0..144 for the policy's."""
         if not self.reduced_to.size:
             return actions
-        actions = np.asarray(actions)
-        if actions.dtype.kind not in "iu" or not self.action_space.contains(actions):
-            last = self.single_action_space.n - 1  # type: ignore[attr-defined]
-            raise ValueError(f"The actions must be {self.num_envs} whole numbers in 0..{last}, not {actions}.")
+        actions = checked_actions(actions, self.num_envs, len(self.plain) + len(self.reduced_to))
         return expand(actions, self.now, self.plain, self.reduced_to)
 
     def inputs(self, obs: np.ndarray) -> np.ndarray:

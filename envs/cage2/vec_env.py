@@ -32,6 +32,20 @@ def check_same_step(env: VectorEnv, wrapper: str) -> None:
         raise ValueError(f"{wrapper} needs environments that restart in the last step of an episode (SAME_STEP).")
 
 
+def checked_actions(actions: Any, num_envs: int, num_actions: int) -> np.ndarray:
+    """`actions` as an array (num_envs,); ValueError unless they are whole numbers in 0..num_actions - 1."""
+    actions = np.asarray(actions)
+    if actions.shape != (num_envs,) or actions.dtype.kind not in "iu":
+        raise ValueError(
+            f"actions must be whole numbers of shape ({num_envs},), but they are {actions.dtype} of shape "
+            f"{actions.shape}."
+        )
+    if actions.min() < 0 or actions.max() >= num_actions:
+        n = int(np.flatnonzero((actions < 0) | (actions >= num_actions))[0])
+        raise ValueError(f"The action of environment {n} is {actions[n]}, but must be in 0..{num_actions - 1}.")
+    return actions
+
+
 def red_agent_indices(red_agents: str | Sequence[str], num_envs: int) -> np.ndarray:
     """(num_envs,) int8 indices into `RED_AGENTS` of one name for all, or one name for each environment."""
     names = [red_agents] * num_envs if isinstance(red_agents, str) else list(red_agents)
@@ -188,15 +202,7 @@ class Cage2VecEnv(VectorEnv):
         """
         if self._needs_reset:
             raise ResetNeeded("Call reset() or set_state() before step().")
-        actions = np.asarray(actions)
-        if actions.shape != (self.num_envs,) or actions.dtype.kind not in "iu":
-            raise ValueError(
-                f"actions must be whole numbers of shape ({self.num_envs},), "
-                f"but they are {actions.dtype} of shape {actions.shape}."
-            )
-        if actions.min() < 0 or actions.max() >= NUM_ACTIONS:
-            n = int(np.flatnonzero((actions < 0) | (actions >= NUM_ACTIONS))[0])
-            raise ValueError(f"The action of environment {n} is {actions[n]}, but must be in 0..{NUM_ACTIONS - 1}.")
+        actions = checked_actions(actions, self.num_envs, NUM_ACTIONS)
         if self.render_mode == "human":
             print(*self.render(), sep="\n", flush=True)
         obs = np.empty((self.num_envs, OBS_SIZE), np.float32)
