@@ -271,7 +271,7 @@ def test_a_run_that_fails_is_named_and_seeds_of_another_command_are_dropped(
 def test_settings_are_named_by_their_task_or_their_line_and_have_folders_of_their_own() -> None:
     names = [name for suite in learning.SUITES.values() for name in suite.settings]
     for only, expected in {
-        "Humanoid": ["Humanoid-v5, ours", "Humanoid-v5, SB3", "Humanoid-v5, cleanrl"],
+        "Humanoid": ["Humanoid-v5, ours", "Humanoid-v5, wide", "Humanoid-v5, SB3", "Humanoid-v5, cleanrl"],
         "4-1": ["Mario-4-1, fceumm", "Mario-4-1, landed", "Mario-4-1, nes_py"],
         "head": ["CAGE2, head"],
         "4": [],
