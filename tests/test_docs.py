@@ -338,6 +338,9 @@ def test_returns_on_mujoco_are_those_measured() -> None:
         assert bool(longer) == (task in after_3m), task
         if longer:
             assert_summarised(after_3m[task], longer)
+        if "; " in ours:
+            seeds = results("mujoco_learning_1000k")["settings"][f"{task}, wide"]["seeds"].values()
+            assert_summarised([run["last"]["return"] for run in seeds], ours.partition("; ")[2])
         quoted = re.search(r"(\S+) \(SB3 here\)", others.replace("**", ""))
         assert quoted is None or quoted[1] == f"{statistics.mean(sb3[task]):,.0f}", task
     tables = text_of(DOCS / "mujoco_tried.md").partition("\n## Results\n")[2].partition("results/")[0]
