@@ -2,7 +2,7 @@
 
     python -m benchmarks.learning mujoco                        # eleven tasks, 1 M steps, seeds 11 to 15
     python -m benchmarks.learning mujoco --only Hopper --steps 3000000 --seeds 11 12 13 --parallel 2
-    python -m benchmarks.learning mujoco --only HalfCheetah --also wide SB3 cleanrl # beside the peers, hours
+    python -m benchmarks.learning mujoco --only HalfCheetah --also wide SB3 cleanrl  # beside the peers, hours
     python -m benchmarks.learning mario                         # World 1-1; --only 4-1 for another stage
     python -m benchmarks.learning cage2                         # leaderboard rules and HEAD
     python -m benchmarks.learning continuing                    # a task without an end, nine objectives
@@ -427,9 +427,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--seeds", nargs="+", type=int, default=[11, 12, 13, 14, 15])
     parser.add_argument("--parallel", type=at_least_one, default=1, help="runs at a time")
     parser.add_argument("--only", metavar="TEXT", help="a task (Hopper, 4-1) or a setting (head)")
-    also = {name: suite.also for name, suite in SUITES.items() if suite.also}
-    lines = [line for of_suite in also.values() for line in of_suite]
-    listed = "; ".join(f"{', '.join(of_suite)} ({name})" for name, of_suite in also.items())
+    lines = {line: name for name, suite in SUITES.items() for line in suite.also}
+    listed = ", ".join(f"{line} ({name})" for line, name in lines.items())
     parser.add_argument("--also", nargs="+", default=[], choices=lines, help=f"what runs only if asked for: {listed}")
     parser.add_argument(
         "--steps", type=at_least_one, help="of each run; default: 1 M for mujoco, the script's for others"

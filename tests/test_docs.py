@@ -329,18 +329,17 @@ def test_returns_on_mujoco_are_those_measured() -> None:
     final, sb3 = final_returns(former), final_returns(former, "sb3_seeds")
     in_readme = re.findall(r"^\| (\w+-v5)\b", text_of(README), re.MULTILINE)
     assert in_readme
-    after_1m, after_3m = ({name.partition(",")[0]: [run["last"]["return"] for run in setting["seeds"].values()]
-                           for name, setting in results(f"mujoco_learning_{length}")["settings"].items()
-                           if name.endswith(", ours")} for length in ("1000k", "3000k"))  # fmt: skip
+    after_1m, after_3m = ({name: [run["last"]["return"] for run in setting["seeds"].values()]
+                           for name, setting in results(f"mujoco_learning_{length}")["settings"].items()}
+                          for length in ("1000k", "3000k"))  # fmt: skip
     for task in in_readme:
         ours, longer, others = row_with(README, task)[:3]
-        assert_summarised(after_1m[task], ours)
-        assert bool(longer) == (task in after_3m), task
-        if longer:
-            assert_summarised(after_3m[task], longer)
-        if "; " in ours:
-            seeds = results("mujoco_learning_1000k")["settings"][f"{task}, wide"]["seeds"].values()
-            assert_summarised([run["last"]["return"] for run in seeds], ours.partition("; ")[2])
+        ours, _, wide = ours.partition("; ")
+        assert_summarised(after_1m[f"{task}, ours"], ours)
+        for text, returns in ((wide, after_1m.get(f"{task}, wide")), (longer, after_3m.get(f"{task}, ours"))):
+            assert bool(text) == (returns is not None), task
+            if returns is not None:
+                assert_summarised(returns, text)
         quoted = re.search(r"(\S+) \(SB3 here\)", others.replace("**", ""))
         assert quoted is None or quoted[1] == f"{statistics.mean(sb3[task]):,.0f}", task
     tables = text_of(DOCS / "mujoco_tried.md").partition("\n## Results\n")[2].partition("results/")[0]
