@@ -108,7 +108,8 @@ def write_stages(paths: list[Path], stages: tuple[str, ...], episodes: int) -> N
 
 `python -m benchmarks.zoo --stages`. Flags reached in deterministic episodes, with random waiting and sticky actions: in
 bold of {episodes}, on the stages that a network was trained on, else of {few}. At 90 % or more: {len(reached)} of
-{len(stages)} ({", ".join(reached) or "none"}). Another hundred of each network's own stages: zoo/README.md.
+{len(stages)} ({", ".join(reached) or "none"}). This hundred decided when training was enough, so it flatters; that of
+zoo/README.md has decided nothing.
 
 {markdown_table(["stage", *flags], rows)}"""
     write_results("mario_stages", {"machine": machine_info(), "flags": flags}, page, quick)

@@ -549,21 +549,17 @@ def halfcheetah() -> Numbers:
 
 
 def learning() -> Numbers:
-    """Evaluation return on two robots over steps and over minutes: ours, our preset `cleanrl`, SB3 (with the former
-    code's measurement), and what CleanRL publishes for HalfCheetah-v4 (1,443, of training episodes): mean and one
-    standard deviation over seeds. Minutes: a run's steps at the speed of the median run, on two shared cores."""
-    folder = FOLDER.parents[1] / "results"
-    settings = json.loads((folder / "mujoco_learning_1000k.json").read_text())["settings"]
-    former = json.loads((folder / "former_mujoco_learning_1000k.json").read_text())["tasks"]
+    """Evaluation return on two robots over steps and over minutes: ours, our preset `cleanrl`, SB3, and what CleanRL
+    publishes for HalfCheetah-v4 (1,443, of training episodes): mean and one standard deviation over seeds. Minutes: a
+    run's steps at the speed of the median run, on two shared cores."""
+    file = FOLDER.parents[1] / "results" / "mujoco_learning_1000k.json"
+    settings = json.loads(file.read_text())["settings"]
     figure, axes = canvas(2, width=3.6, height=2.5, rows=2)
     for column, task in enumerate(("HalfCheetah-v5", "Walker2d-v5")):
         runs = {  # of each line: (steps, returns, minutes of the run) of each seed
             "ours with CleanRL's settings": curves_of(settings, f"{task}, cleanrl"),
             "ours": curves_of(settings, f"{task}, ours"),
-            "SB3, its Zoo's settings": [
-                (run["evaluations"]["global_step"], run["evaluations"]["mean_return"], run["seconds"] / 60)
-                for run in former[task]["sb3_seeds"].values()
-            ],
+            "SB3, its Zoo's settings": curves_of(settings, f"{task}, SB3"),
         }
         for (name, seeds), color in zip(runs.items(), ("gray", BLUE, RED), strict=True):
             if not seeds:
