@@ -751,7 +751,7 @@ def play(options: PlayArgs) -> dict[str, list[float]]:
     for red_agent in args.red_agents:
         vec_env = make_envs(replace(args, red_agent=red_agent), 1, render_mode)
         if options.save_gif:
-            vec_env = RecordGif(vec_env, folder, options.gif_fps, options.gif_frames, f"{red_agent}_")
+            vec_env = RecordGif(vec_env, folder, options.gif_fps, options.gif_frames, f"{red_agent}_", size=760)
         for i in range(options.episodes):
             rewards, (length,), fixes = evaluate(agent, vec_env, options.seed + i, not options.stochastic)
             returns[red_agent].append(float(rewards.sum()))

@@ -16,17 +16,23 @@ class RecordGif(VectorWrapper):
     """Writes a GIF of each episode of the first environment, whose `render_mode` must be "rgb_array".
 
     The films lie in `folder` and carry the episode's number, return and length in their names; `prefix` goes before.
-    They have at most `max_frames` pictures of at most 320 pixels and `fps` pictures per second, at most 50. They play
-    in real time where the metadata have a `render_fps`, for which pictures are left out, and at `fps` elsewhere.
+    They have at most `max_frames` pictures, at most `size` pixels wide and high, and `fps` pictures per second, at most
+    50. They play in real time where the metadata have a `render_fps`, for which pictures are left out, else at `fps`.
     """
 
     def __init__(
-        self, env: VectorEnv, folder: Path | str, fps: int = 20, max_frames: int = 300, prefix: str = ""
+        self,
+        env: VectorEnv,
+        folder: Path | str,
+        fps: int = 20,
+        max_frames: int = 300,
+        prefix: str = "",
+        size: int = 320,
     ) -> None:
         super().__init__(env)
         if env.render_mode != "rgb_array":
             raise gym.error.Error(f"A film needs environments that draw (rgb_array), but these have {env.render_mode}.")
-        self.folder, self.max_frames, self.prefix = Path(folder), max_frames, prefix
+        self.folder, self.max_frames, self.prefix, self.size = Path(folder), max_frames, prefix, size
         render_fps = env.metadata.get("render_fps", fps)
         self.every = max(1, math.ceil(render_fps / fps))
         self.hundredths = 100 * self.every / render_fps  # of a second, for a picture
@@ -42,7 +48,7 @@ class RecordGif(VectorWrapper):
         if self.length % self.every == 0 and len(self.pictures) < self.max_frames:
             frames: Any = self.env.render()
             self.pictures.append(PIL.Image.fromarray(frames[0]))
-            self.pictures[-1].thumbnail((320, 320))
+            self.pictures[-1].thumbnail((self.size, self.size))
         obs, rewards, terminations, truncations, infos = self.env.step(actions)
         self.episode_return, self.length = self.episode_return + float(rewards[0]), self.length + 1
         if terminations[0] or truncations[0]:

@@ -15,6 +15,7 @@ from types import ModuleType
 
 import gymnasium as gym
 import numpy as np
+import PIL.Image
 import pytest
 import torch
 
@@ -254,7 +255,7 @@ def test_play_prints_and_writes_gifs(cage2: ModuleType, capsys: pytest.CaptureFi
     argv += ["--red-agent", "b_line", "--workflow", "user,defender,enterprise,op_server,op_host"]
     code, out, err = run_main(*argv, "--save-gif", "--gif-dir", str(tmp_path / "gifs"))
     assert (code, "compliance" in out) == (0, True), err
-    assert len(list((tmp_path / "gifs").glob("b_line_*.gif"))) == 2
+    assert [PIL.Image.open(path).size for path in (tmp_path / "gifs").glob("b_line_*.gif")] == [(760, 440)] * 2
     assert "Op_Server0" in run_main(*argv, "--render")[1]
     code, _, err = run_main(*argv[:-1], "user")
     assert (code, "Traceback" not in err) == (2, True), err
