@@ -529,7 +529,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         if evaluating:
             evaluation = score(agent, args, args.eval_episodes)
             run.score = evaluation["score"]
-            no_worse = evaluation["mean_return"] >= run.first_return  # which is nan at first, and nothing is >= nan
+            no_worse = evaluation["mean_return"] + evaluation["standard_error"] >= run.first_return  # nan at first
             run.compliant = training_complies and evaluation["compliance"] >= threshold and no_worse
             if math.isnan(run.first_return):
                 run.first_return = evaluation["mean_return"]
@@ -567,8 +567,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
         print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
         if run.compliant:
-            judged = "compliance {compliance:.3f}, strict {strict_compliance:.3f}, return {mean_return:.3f}"
-            print(f"\nConfirmed: {judged.format(**evaluation)}; the first evaluation's was {run.first_return:.3f}.")
+            judged = ROW.format(**evaluation, workflow=args.workflow, confirmed=True)
+            print(f"\n{judged} (the first evaluation's return was {run.first_return:.2f})")
         # --- save -----------------------------------------------------------------------------------------------------
         stopping = bool(signals)
         saving = run.rollouts == 1 or run.global_step % (args.save_every or math.inf) < args.batch_size
@@ -647,7 +647,7 @@ class SearchArgs:
     fresh_policy_per_order: bool = False  # start each order's from random weights (they like --learning-rate 0.002)
 
 
-ROW = (  # of the table of orders
+ROW = (  # of the table of orders, and what ends a run that compliance stops
     "{workflow}: return {mean_return:.2f} +- {standard_error:.2f}, compliance {compliance:.3f}, strict "
     "{strict_compliance:.3f}, confirmed: {confirmed}"
 )
