@@ -63,8 +63,8 @@ class RunArgs:
     resume: bool = False  # continue the run in --logdir from its latest.pt, with its arguments; flags given now win
     init_from: str | None = None  # checkpoint whose networks the run starts from
     device: str = "cpu"  # torch device: cpu, cuda, cuda:1 (an H100 trains 3.8 times as fast as one CPU thread)
-    torch_threads: int = 1  # CPU threads of torch: 2 are two thirds faster on two idle cores
-    compile: bool = True  # torch.compile the gradient steps: training is 1.7 times as fast, after 10 to 30 s
+    torch_threads: int = 1  # CPU threads of torch: 2 are half as fast again on two idle cores
+    compile: bool = True  # torch.compile the gradient steps: training is 1.5 times as fast, after 10 to 30 s
     eval_every: int = 1_000_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 200  # episodes of an evaluation against each red agent, fixed seeds, deterministic actions
     save_every: int = 2_000_000  # environment steps between writes of latest.pt; 0: at evaluations and the end
@@ -89,7 +89,7 @@ class EnvironmentArgs:
     workflow: str | None = None  # order of repairs told to Blue: defender,enterprise,op_server,op_host,user, or any
     alignment: float = 30.0  # w in the reward w (c_t - c_{t-1}); c_t: share of the fixes so far that kept the order
     # End the run when the mean compliance over environments, each over its last 5 episodes, reaches this, and a
-    # deterministic evaluation does too, with a return not worse than the run's first; None: never.
+    # deterministic evaluation does too, whose return is not worse than the first's; None: never.
     compliance_threshold: float | None = None
     min_episodes: int = 10  # episodes of each environment before such an end
 

@@ -1,6 +1,6 @@
 """How fast is the whole training loop? Our scripts beside a loop in CleanRL's style and Stable-Baselines3's PPO.
 
-    python -m benchmarks.loop mujoco_loop        # HalfCheetah, Ant, Humanoid; three settings each: two hours
+    python -m benchmarks.loop mujoco_loop        # HalfCheetah, Ant, Humanoid; three settings each: 75 minutes
     python -m benchmarks.loop cage2_loop         # 25 and 256 environments
     python -m benchmarks.loop mario_loop [--pip-nes-py FOLDER]
     python -m benchmarks.loop gpu_loop           # the three scripts on the CPU and on a GPU, where there is one

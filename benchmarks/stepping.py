@@ -1,6 +1,6 @@
 """How fast do environments step? Ours beside their peers, and beside what the cores can do.
 
-    python -m benchmarks.stepping vec_env       # SubprocVecEnv: CartPole, HalfCheetah, images; about four minutes
+    python -m benchmarks.stepping vec_env       # SubprocVecEnv: CartPole, HalfCheetah, images; about two minutes
     python -m benchmarks.stepping mujoco_env    # MujocoBatchVecEnv on five tasks
     python -m benchmarks.stepping mario_env     # MarioEnv on each emulator
     python -m benchmarks.stepping cage2         # Cage2VecEnv

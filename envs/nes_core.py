@@ -8,10 +8,10 @@
 
 | backend  | emulator                                    | needs                                | frames/s   |
 |----------|--------------------------------------------|-------------------------------------|------------|
-| `nes_py` | nes-py 8 through ctypes (Python 3.11, 3.12) | `pip install nes-py` (and g++)       | about 700  |
-| `nes_py` | the same, optimised by the Makefile         | `make nes_py`                        | about 1300 |
-| `nes_py` | nes-py 9, a Cython class (Python >= 3.13)   | `pip install nes-py`                 | about 1000 |
-| `fceumm` | FCEUmm, the core inside stable-retro        | `pip install --no-deps stable-retro` | about 4200 |
+| `nes_py` | nes-py 8 through ctypes (Python 3.11, 3.12) | `pip install nes-py` (and g++)       | about 900  |
+| `nes_py` | the same, optimised by the Makefile         | `make nes_py`                        | about 1700 |
+| `nes_py` | nes-py 9, a Cython class (Python >= 3.13)   | `pip install nes-py`                 | about 1300 |
+| `fceumm` | FCEUmm, the core inside stable-retro        | `pip install --no-deps stable-retro` | about 5200 |
 
 nes-py 8 and 9 compute the same RAM bit for bit; FCEUmm's timing differs, so a policy belongs to the backend
 it was trained on. The cartridge is the file that gym-super-mario-bros carries; neither package is imported
