@@ -138,13 +138,11 @@ def test_rules_replayed_in_the_stored_table_have_the_regrets_of_its_page() -> No
         truth, errors = (np.array([order[name] for order in orders]) for name in ("mean_return", "standard_error"))
         shape = cage2_workflows.landscape([order["workflow"] for order in orders], truth, errors)
         assert " | ".join(f"{value:.2f}" for value in shape.values()) in page
-        final = {}
-        for rule in ("gp", "random"):
+        for rule in ("gp", "document", "random"):
             regrets = np.array([cage2_workflows.replay(rule, seed, truth, errors) for seed in range(20)])
             assert regrets.min() >= 0
             assert (np.diff(regrets) <= 0).all()  # what looks best is best, where no look-up has noise
-            final[rule] = regrets[:, -1].mean()
-        assert final["gp"] < final["random"]
+            assert regrets[:, -1].mean() < 0.4 * regrets[:, 0].mean()
 
 
 # ---- learning: statistics -------------------------------------------------------------------------------------------
