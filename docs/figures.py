@@ -559,9 +559,10 @@ def learning() -> Numbers:
         runs = {  # of each line: (steps, returns, minutes of the run) of each seed
             "ours with CleanRL's settings": curves_of(settings, f"{task}, cleanrl"),
             "ours": curves_of(settings, f"{task}, ours"),
+            "ours, layers of 256": curves_of(settings, f"{task}, wide"),
             "SB3, its Zoo's settings": curves_of(settings, f"{task}, SB3"),
         }
-        for (name, seeds), color in zip(runs.items(), ("gray", BLUE, RED), strict=True):
+        for (name, seeds), color in zip(runs.items(), ("gray", BLUE, GREEN, RED), strict=True):
             if not seeds:
                 continue
             steps, returns = (np.array([seed[k] for seed in seeds]) for k in (0, 1))
