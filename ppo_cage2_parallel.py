@@ -529,8 +529,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         if evaluating:
             evaluation = score(agent, args, args.eval_episodes)
             run.score = evaluation["score"]
-            no_worse = evaluation["mean_return"] + evaluation["standard_error"] >= run.first_return  # nan at first
-            run.compliant = training_complies and evaluation["compliance"] >= threshold and no_worse
+            highest = evaluation["mean_return"] + float(np.nan_to_num(evaluation["standard_error"]))  # nan: 1 episode
+            run.compliant = training_complies and evaluation["compliance"] >= threshold and highest >= run.first_return
             if math.isnan(run.first_return):
                 run.first_return = evaluation["mean_return"]
         # --- log ------------------------------------------------------------------------------------------------------

@@ -333,12 +333,12 @@ def test_training_stops_when_the_evaluation_confirms_compliance(
         assert cage2.train(tiny_args(cage2, tmp_path, **stricter))["global_step"] > result["global_step"]
 
 
-@pytest.mark.parametrize(("loss", "compliant"), [(0.9, True), (1.1, False)])
+@pytest.mark.parametrize(("loss", "error", "compliant"), [(0.9, 1, True), (1.1, 1, False), (0, math.nan, True)])
 def test_a_return_below_the_first_evaluations_by_more_than_its_error_stops_nothing(
-    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: float, compliant: bool
+    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss: float, error: float, compliant: bool
 ) -> None:
     score, returns = cage2.score, itertools.chain([-10.0], itertools.repeat(-10.0 - loss))
-    judged = {"compliance": 0.9, "standard_error": 1.0}
+    judged = {"compliance": 0.9, "standard_error": error}
     monkeypatch.setattr(cage2, "score", lambda *a, **k: score(*a, **k) | judged | {"mean_return": next(returns)})
     monkeypatch.setattr(cage2, "is_compliant", lambda *args: True)
     settings = {"workflow": USER_LAST, "red_agent": "b_line", "compliance_threshold": 0.5, "min_episodes": 1}

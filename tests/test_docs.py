@@ -299,10 +299,10 @@ def assert_summarised(values: list[float], text: str) -> None:
     """The numbers of "5,825 ± 1,126 (5 seeds)" are mean, standard deviation and number of the values."""
     printed = re.match(r"(\S+) ± (\S+) (?:% )?\((\d+) seeds\)", text)
     assert printed is not None, text
-    for value, number in zip((statistics.mean(values), statistics.stdev(values)), printed.groups(), strict=False):
-        decimals = len(number.partition(".")[2])
-        assert f"{value:,.{decimals}f}" == number, text
-    assert int(printed[3]) == len(values), text
+    mean, deviation, seeds = printed.groups()
+    for value, number in ((statistics.mean(values), mean), (statistics.stdev(values), deviation)):
+        assert f"{value:,.{len(number.partition('.')[2])}f}" == number, text
+    assert int(seeds) == len(values), text
 
 
 def row_with(page: Path, label: str) -> list[str]:
