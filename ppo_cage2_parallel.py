@@ -165,7 +165,7 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
 
 PRESETS: dict[str, dict[str, Any]] = {
     "defaults": {},
-    "head": {"version": "head", "ent_coef": 0.01},
+    "head": {"version": "head", "ent_coef": 0.1, "ent_decay": "exponential"},
     "fast": {"total_timesteps": 2_000_000, "eval_every": 250_000, "save_every": 500_000},
     "debug": {"total_timesteps": 20_000, "num_envs": 20, "num_minibatches": 2, "update_epochs": 2, "max_steps": 30,
               "eval_every": 5_000, "eval_episodes": 10, "save_every": 4_000, "compile": False},
