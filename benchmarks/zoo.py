@@ -96,24 +96,21 @@ def write_stages(paths: list[Path], stages: tuple[str, ...], episodes: int) -> N
     for path in paths:
         of_stage = {stage: episodes if stage in trained[path.stem] else few for stage in stages}
         flags[path.stem] = {stage: flags_of(path, stage, number) for stage, number in of_stage.items()}
-    flags = dict(sorted(flags.items()))
-    rows = [
-        [stage, *(f"**{x[stage]}**" if stage in trained[name] else f"{x[stage]} of {few}" for name, x in flags.items())]
-        for stage in stages
-    ]
-    reached = [
-        stage
-        for stage in stages
-        if any(stage in trained[name] and x[stage] >= 0.9 * episodes for name, x in flags.items())
-    ]
+    rows, reached = [], []
+    for stage in stages:
+        own = {name: x[stage] for name, x in sorted(flags.items()) if stage in trained[name]}
+        others = {name: x[stage] for name, x in sorted(flags.items()) if name not in own and x[stage] > 0}
+        reached += [stage] * (max(own.values(), default=0) >= 0.9 * episodes)
+        cells = [", ".join(f"{name} **{x}**" for name, x in cell.items()) or "none" for cell in (own, others)]
+        rows.append([stage, *cells])
     page = f"""# mario_stages: what each network of zoo/ does on every stage
 
-`python -m benchmarks.zoo --stages`. Flags reached in deterministic episodes, with random waiting and sticky actions: in
-bold of {episodes}, on the stages that a network was trained on, else of {few}. At 90 % or more: {len(reached)} of
-{len(stages)} ({", ".join(reached) or "none"}). This hundred decided when training was enough, so it flatters; that of
-zoo/README.md has decided nothing.
+`python -m benchmarks.zoo --stages`. Flags reached in deterministic episodes, with random waiting and sticky actions.
+The {episodes} decided when training was enough, so they flatter; those of zoo/README.md have decided nothing.
 
-{markdown_table(["stage", *flags], rows)}"""
+At 90 % or more: {len(reached)} of {len(stages)} ({", ".join(reached) or "none"}).
+
+{markdown_table(["stage", f"of {episodes}, networks trained on it", f"of {few}, others that reach it"], rows)}"""
     write_results("mario_stages", {"machine": machine_info(), "flags": flags}, page, quick)
 
 

@@ -47,5 +47,5 @@ def test_the_table_of_stages_marks_what_a_network_was_trained_on(
     flags = json.loads((tmp_path / "mario_stages.json").read_text())["flags"]["Mario-1-1"]
     assert flags["1-1"] >= 2  # it has learnt this stage, and of the other one nothing
     assert flags["8-1"] == 0
-    assert f"| 1-1 | **{flags['1-1']}** |" in page
-    assert "| 8-1 | 0 of 1 |" in page
+    assert f"| 1-1 | Mario-1-1 **{flags['1-1']}** | none |" in page
+    assert "| 8-1 | none | none |" in page
