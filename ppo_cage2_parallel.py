@@ -165,6 +165,7 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
 
 PRESETS: dict[str, dict[str, Any]] = {
     "defaults": {},
+    "explore": {"ent_coef": 0.2, "ent_decay": "exponential"},
     "head": {"version": "head", "ent_coef": 0.1, "ent_decay": "exponential"},
     "fast": {"total_timesteps": 2_000_000, "eval_every": 250_000, "save_every": 500_000},
     "debug": {"total_timesteps": 20_000, "num_envs": 20, "num_minibatches": 2, "update_epochs": 2, "max_steps": 30,
@@ -734,8 +735,7 @@ def compliance_text(args: Args, fixes: list[np.ndarray]) -> str:
 
 
 def play(options: PlayArgs) -> dict[str, list[float]]:
-    """Play the policy of a checkpoint against each red agent and print each episode's return and compliance; returns
-    the returns by red agent. With --save-gif, film it."""
+    """Play a checkpoint's policy against each red agent and print each episode; returns the returns by red agent."""
     check_ranges(options)
     torch.manual_seed(options.seed)  # of sampled actions
     path = Path(options.logdir or "", options.checkpoint.removesuffix(".pt") + ".pt")

@@ -126,7 +126,7 @@ SUITES: dict[str, Suite] = {
         note="Share of episodes that reach the flag, with random waiting before the start and sticky actions; the "
         "curve is of the training's episodes."),
     "cage2": Suite(
-        {"CAGE2, leaderboard": "ppo_cage2_parallel.py --version leaderboard",
+        {"CAGE2, leaderboard": "ppo_cage2_parallel.py --configs explore",
          "CAGE2, head": "ppo_cage2_parallel.py --configs head"},
         metric="eval/score", scores=("score", *CELLS), episodes=1000,
         references={"CAGE2, leaderboard": "-54.57 (the winner), -56.9 (the second)",
