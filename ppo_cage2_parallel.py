@@ -1,6 +1,6 @@
 """PPO for a network defender, Blue: CAGE Challenge 2, a 13-host network against scripted attackers, Red.
 
-    python ppo_cage2_parallel.py                                             # one defender against all attackers
+    python ppo_cage2_parallel.py --configs explore                           # one defender against all attackers
     python ppo_cage2_parallel.py --workflow any                              # one that repairs in the order it is told
     python ppo_cage2_parallel.py search --red-agent meander                  # which order is best?
     python ppo_cage2_parallel.py --resume --logdir runs/...                  # continue a run, on a CPU bit for bit
