@@ -31,10 +31,11 @@ def add(run: Path, suffix: str) -> None:
     checkpoint = torch.load(run / "best.pt", weights_only=True)
     config = json.loads((run / "config.json").read_text())
     small = {name: checkpoint[name] for name in NEEDED if name in checkpoint}
-    # A network that computes in bfloat16 rounds its weights to it: stored so, it does the same in half the space.
-    dtype = torch.bfloat16 if checkpoint["args"].get("amp") else torch.float32
     copies: dict[int, torch.Tensor] = {}  # not the vector they are views of; what actor and critic share, once
-    small["agent"] = {key: copies.setdefault(x.data_ptr(), x.to(dtype, copy=True)) for key, x in small["agent"].items()}
+    for key, x in small["agent"].items():
+        # Layers that compute in bfloat16 round their weights to it: stored so, they do the same in half the space.
+        dtype = torch.bfloat16 if checkpoint["args"].get("amp") and "_cnn." in key else x.dtype
+        small["agent"][key] = copies.setdefault(x.data_ptr(), x.to(dtype, copy=True))
     small["args"] |= {"logdir": None}
     ZOO.mkdir(exist_ok=True)
     name = checkpoint["args"]["env_id"].replace("/", "_").replace(",", "_") + f"_{suffix}" * bool(suffix)
@@ -96,11 +97,13 @@ def write_stages(paths: list[Path], stages: tuple[str, ...], episodes: int) -> N
     for path in paths:
         of_stage = {stage: episodes if stage in trained[path.stem] else few for stage in stages}
         flags[path.stem] = {stage: flags_of(path, stage, number) for stage, number in of_stage.items()}
+    flags = dict(sorted(flags.items()))
     rows, reached = [], []
     for stage in stages:
-        own = {name: x[stage] for name, x in sorted(flags.items()) if stage in trained[name]}
-        others = {name: x[stage] for name, x in sorted(flags.items()) if name not in own and x[stage] > 0}
-        reached += [stage] * (max(own.values(), default=0) >= 0.9 * episodes)
+        own = {name: x[stage] for name, x in flags.items() if stage in trained[name]}
+        others = {name: x[stage] for name, x in flags.items() if name not in own and x[stage] > 0}
+        if max(own.values(), default=0) >= 0.9 * episodes:
+            reached.append(stage)
         cells = [", ".join(f"{name} **{x}**" for name, x in cell.items()) or "none" for cell in (own, others)]
         rows.append([stage, *cells])
     page = f"""# mario_stages: what each network of zoo/ does on every stage
