@@ -40,7 +40,7 @@ from envs.mario import MarioEnv
 from envs.nes_core import resolve_backend
 
 SCRIPT, FORMAT = Path(__file__).stem, "ppo_atari_mario/3"  # what a checkpoint holds; /4 if a copy changes that
-HERE: dict[str, Any] = {"device": "cpu", "torch_threads": 1}  # for play, in place of the run's
+HERE: dict[str, Any] = {"device": "cpu", "torch_threads": 1}  # in place of a file's values, to open it anywhere
 
 
 class UsageError(ValueError):
@@ -65,7 +65,7 @@ class RunArgs:
     device: str = "cpu"  # torch device: cpu, cuda, cuda:1 (with --compile an H100 is 2.8 times one CPU thread)
     torch_threads: int = 1  # CPU threads of torch in the update: 2 help on an idle machine and hurt on a busy one
     compile: bool = False  # torch.compile the gradient steps: for a GPU; no gain for convolutions on a CPU
-    amp: bool = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # bfloat16 networks: slower where a CPU lacks it
+    amp: bool = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # bfloat16 networks; default: if this CPU has it
     eval_every: int = 100_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 10  # episodes of an evaluation with deterministic actions, and as many with sampled ones
     save_every: int = 100_000  # environment steps between writes of latest.pt; 0: at evaluations and the end
@@ -90,7 +90,7 @@ class EnvironmentArgs:
     reward: Literal["shaped", "landed", "flag1000"] = "shaped"  # Mario's (envs/mario.py); landed: only ground stood on
     stuck_steps: int = 150  # Mario: steps without new ground after which the episode ends like a death; 0: never
     noop_max: int = 30  # an episode begins with up to this many frames of waiting, drawn at random
-    sticky_action_probability: float = 0.25  # in each frame, that the console misses a change of the buttons
+    sticky_action_probability: float = 0.25  # of each frame: to repeat the buttons of the frame before
     sign_reward: bool = False  # learn from the sign of each reward; what is reported are points
     episodic_life: bool = False  # Atari: the loss of a life ends the learner's episode, though the game goes on
 
@@ -109,7 +109,7 @@ class PPOArgs:
     clip_coef: float = 0.2  # epsilon: a probability ratio earns nothing beyond 1 +- epsilon
     clip_vloss: bool = False  # clip the critic's change too (OpenAI Baselines; later studies found no gain)
     ent_coef: float = 0.01  # weight of the entropy bonus at the start
-    ent_decay: Literal["linear", "exponential", "none"] = "linear"  # of that weight, likewise
+    ent_decay: Literal["linear", "exponential", "none"] = "linear"  # of that weight: to 0, to a hundredth, or constant
     vf_coef: float = 0.01  # weight of the value loss, which is half the mean squared error
     max_grad_norm: float | None = 0.5  # global l2 norm that gradients are clipped to; None: no clipping
     target_kl: float | None = None  # end an update after an epoch whose mean KL (k3) exceeds this; None: never
@@ -314,9 +314,9 @@ def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches
         adam["step"] += 1
         adam["mean"] += (1 - 0.9) * (gradient - adam["mean"])
         adam["square"] += (1 - 0.999) * (gradient**2 - adam["square"])
-        mean = adam["mean"] / (1 - torch.exp(adam["step"] * math.log(0.9)))  # 1 - 0.9^step; pow is slow on underflow
-        square = adam["square"] / (1 - torch.exp(adam["step"] * math.log(0.999)))
-        weights -= adam["learning_rate"] * mean / (square.sqrt() + 1e-5)  # detail 3
+        m_hat = adam["mean"] / (1 - torch.exp(adam["step"] * math.log(0.9)))  # 1 - 0.9^step; pow is slow on underflow
+        v_hat = adam["square"] / (1 - torch.exp(adam["step"] * math.log(0.999)))
+        weights -= adam["learning_rate"] * m_hat / (v_hat.sqrt() + 1e-5)  # detail 3
         all_metrics.append(metrics)
     return {name: torch.stack([x[name] for x in all_metrics]) for name in metrics}
 
@@ -387,8 +387,18 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     torch.manual_seed(args.seed)
     vec_env = make_envs(args, args.num_envs)
     agent = Agent(vec_env, args).to(args.device)
-    start = Path(str(args.logdir), "latest.pt") if args.resume else args.init_from
-    checkpoint = load(Path(start)) if start else {}
+    checkpoint = load(Path(args.init_from)) if args.init_from and not args.resume else {}
+    # --- run folder: locked before it is read; weights, optimiser, and where a resumed run stood ----------------------
+    task = args.env_id.replace("/", "_").replace(":", "_")
+    logdir = Path(args.logdir or f"runs/{task}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
+    logdir.mkdir(parents=True, exist_ok=True)
+    log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
+    try:
+        fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
+    require(args.resume or not any(logdir.glob("*.pt")), f"{logdir} holds a run: --resume it or choose another.")
+    checkpoint = load(logdir / "latest.pt") if args.resume else checkpoint
     for name, value in (checkpoint["args"] if args.resume else {}).items():
         if name not in ("resume", "logdir") and getattr(args, name) != value:
             require(name not in ("seed", "backend", *GAME), f"A resumed run keeps its {name}.")
@@ -396,14 +406,14 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     if checkpoint:
         load_policy(checkpoint, agent)
         own = {name: checkpoint["args"][name] for name in ("backend", "shared_cnn")}
-        require(all(getattr(args, name) == x for name, x in own.items()), f"{start} needs its own flags: {own}.")
+        require(all(getattr(args, name) == x for name, x in own.items()), f"The checkpoint needs its own flags: {own}.")
     weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # one vector: Adam then takes few operations
     nn.utils.vector_to_parameters(weights, agent.parameters())  # views of it: what changes `weights` changes the agent
     adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": weights.new_zeros(())}
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
     torch._dynamo.config.recompile_limit = 1000  # of one process, which may be a sweep over many runs
     options: Any = {"cpp_wrapper": args.device == "cpu"}
-    update: Any = torch.compile(take_steps, dynamic=False, options=options) if args.compile else take_steps
+    optimize: Any = torch.compile(take_steps, dynamic=False, options=options) if args.compile else take_steps
     num_large_minibatches = args.num_minibatches // args.minibatch_growth
     steps_per_call = math.gcd(4, num_large_minibatches)  # compiled, 1 is 50 % slower than 4; must divide both numbers
     run = SimpleNamespace(global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
@@ -418,16 +428,6 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         torch.set_rng_state(checkpoint["generator"])
         if vec_env.set_state(state):  # else (unsaved, or another --num-envs) all begin anew
             next_obs = checkpoint["obs"]
-    # --- run folder: new, or with its logs taken back to the checkpoint -----------------------------------------------
-    task = args.env_id.replace("/", "_").replace(":", "_")
-    logdir = Path(args.logdir or f"runs/{task}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
-    logdir.mkdir(parents=True, exist_ok=True)
-    log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
-    try:
-        fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
-    require(args.resume or not any(logdir.glob("*.pt")), f"{logdir} holds a run: --resume it or choose another.")
     run.csv_size = log.truncate(min(run.csv_size, log.tell()))  # drops the rows of updates after the checkpoint
     vec_env.unwrapped.advice = f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}"
     commit = os.popen(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null").read().strip()
@@ -454,7 +454,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         loss_args = replace(args, ent_coef=ent_coef)  # a tensor: each new number would be compiled into new code
         num_minibatches = num_large_minibatches if run.training_success > 0.8 else args.num_minibatches
         # --- collect --------------------------------------------------------------------------------------------------
-        rows: list[tuple[Tensor, ...]] = []  # of each step, in the order below
+        rows: list[tuple[Tensor, ...]] = []  # of each step: obs, actions, ..., as they are unpacked below
         cuts: list[tuple[int, int, np.ndarray]] = []  # (t, n, final observation) where a time limit cut an episode
         ended: list[tuple[float, int, float]] = []  # (return, length, flag reached) of each episode that ended
         for t in range(args.num_steps):
@@ -491,11 +491,11 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         # --- update ---------------------------------------------------------------------------------------------------
         batch = Batch(*(x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)))
         torch.set_num_threads(args.torch_threads)
-        results: list[dict[str, Tensor]] = []  # of each call of `update`: metrics of its steps_per_call gradient steps
+        results: list[dict[str, Tensor]] = []  # of each call: the metrics of its steps_per_call gradient steps
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=args.device)  # detail 6: each transition once an epoch
             for indices in order.view(-1, steps_per_call, args.batch_size // num_minibatches):
-                results.append(update(agent, loss_args, weights, adam, Batch(*(x[indices] for x in batch))))
+                results.append(optimize(agent, loss_args, weights, adam, Batch(*(x[indices] for x in batch))))
             run.epochs += 1
             run.minibatch_updates += num_minibatches
             epoch_kl = torch.cat([x["approx_kl"] for x in results]).view(-1, num_minibatches)[-1].mean()
@@ -510,15 +510,15 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         seconds = time.perf_counter() - started
         run.seconds += seconds
         # --- evaluate -------------------------------------------------------------------------------------------------
-        # Each batch that reaches or passes a multiple of --eval-every leaves a remainder below its own size (0: never).
+        # Did this batch reach or pass a multiple of --eval-every? Then the remainder is below its size (0: never).
         evaluating = run.global_step >= all_steps or run.global_step % (args.eval_every or math.inf) < args.batch_size
         scores = {f"{kind}/{name}": math.nan for kind in ("eval", "eval_sampled") for name in EVALUATION}
         if evaluating:
             with contextlib.closing(make_envs(args, args.eval_episodes)) as eval_envs:
                 for kind in ("eval", "eval_sampled"):
                     totals, lengths, infos = evaluate(agent, eval_envs, deterministic=kind == "eval")
-                    success_rate = np.mean([info.get("flag_get", False) for info in infos])
-                    numbers = totals.mean(), totals.std(), lengths.mean(), success_rate
+                    reached = np.array([info.get("flag_get", False) for info in infos])
+                    numbers = totals.mean(), totals.std(), lengths.mean(), reached.mean()
                     scores |= {f"{kind}/{name}": float(x) for name, x in zip(EVALUATION, numbers, strict=True)}
             run.mean_return = scores["eval/mean_return"]
         # --- log ------------------------------------------------------------------------------------------------------
@@ -660,7 +660,7 @@ def preset(*names: str, **flags: Any) -> Args:
 
 def parse_args(argv: list[str]) -> Args:
     """Arguments from the run to --resume, the presets of --configs from left to right, and flags: the last one wins."""
-    first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)  # only its configs and resume
+    first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)  # for configs, resume, logdir
     values = load(Path(first.logdir, "latest.pt"))["args"] if first.resume and first.logdir else {}
     for name in first.configs:
         require(name in PRESETS, f"There is no preset {name}; there are {', '.join(PRESETS)}.")

@@ -40,7 +40,7 @@ from envs.cage2.search import next_order
 from envs.cage2.workflow import ORDERS, UNIT_TYPES, VERDICTS, WorkflowEnv, fix_metrics, is_compliant, parse_workflow
 
 SCRIPT, FORMAT = Path(__file__).stem, "ppo_cage2_parallel/3"  # what a checkpoint holds; /4 if a copy changes that
-HERE: dict[str, Any] = {"device": "cpu", "torch_threads": 1}  # for play, in place of the run's
+HERE: dict[str, Any] = {"device": "cpu", "torch_threads": 1}  # in place of a file's values, to open it anywhere
 
 
 class UsageError(ValueError):
@@ -63,7 +63,7 @@ class RunArgs:
     resume: bool = False  # continue the run in --logdir from its latest.pt, with its arguments; flags given now win
     init_from: str | None = None  # checkpoint whose networks the run starts from
     device: str = "cpu"  # torch device: cpu, cuda, cuda:1 (an H100 trains 3.8 times as fast as one CPU thread)
-    torch_threads: int = 1  # CPU threads of torch: 2 are half as fast again on two idle cores
+    torch_threads: int = 1  # CPU threads of torch: on two idle cores, 2 train 1.5 times as fast as 1
     compile: bool = True  # torch.compile the gradient steps: training is 1.5 times as fast, after 10 to 30 s
     eval_every: int = 1_000_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 200  # episodes of an evaluation against each red agent, fixed seeds, deterministic actions
@@ -107,7 +107,7 @@ class PPOArgs:
     clip_coef: float = 0.2  # epsilon: a probability ratio earns nothing beyond 1 +- epsilon
     clip_vloss: bool = False  # clip the critic's change too (OpenAI Baselines; later studies found no gain)
     ent_coef: float = 0.001  # weight of the entropy bonus at the start
-    ent_decay: Literal["linear", "exponential", "none"] = "linear"  # of that weight, likewise
+    ent_decay: Literal["linear", "exponential", "none"] = "linear"  # of that weight: to 0, to a hundredth, or constant
     vf_coef: float = 0.5  # weight of the value loss, which is half the mean squared error
     max_grad_norm: float | None = 0.5  # global l2 norm that gradients are clipped to; None: no clipping
     target_kl: float | None = None  # end an update after an epoch whose mean KL (k3) exceeds this; None: never
@@ -157,14 +157,13 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         require(has_order, "--compliance-threshold needs --workflow, the order to comply with, or any.")
         if self.workflow not in (None, "any"):
             try:
-                parse_workflow(self.workflow)
+                self.workflow = ",".join(ORDERS[parse_workflow(self.workflow)])  # without spaces
             except ValueError as error:
                 raise UsageError(f"--workflow: {error}") from None
         self.game = " ".join(str(getattr(self, name)) for name in GAME)
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "defaults": {},
     "explore": {"ent_coef": 0.2, "ent_decay": "exponential"},
     "head": {"version": "head", "ent_coef": 0.1, "ent_decay": "exponential"},
     "fast": {"total_timesteps": 2_000_000, "eval_every": 250_000, "save_every": 500_000},
@@ -326,9 +325,9 @@ def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches
         adam["step"] += 1
         adam["mean"] += (1 - 0.9) * (gradient - adam["mean"])
         adam["square"] += (1 - 0.999) * (gradient**2 - adam["square"])
-        mean = adam["mean"] / (1 - torch.exp(adam["step"] * math.log(0.9)))  # 1 - 0.9^step; pow is slow on underflow
-        square = adam["square"] / (1 - torch.exp(adam["step"] * math.log(0.999)))
-        weights -= adam["learning_rate"] * mean / (square.sqrt() + 1e-5)  # detail 3
+        m_hat = adam["mean"] / (1 - torch.exp(adam["step"] * math.log(0.9)))  # 1 - 0.9^step; pow is slow on underflow
+        v_hat = adam["square"] / (1 - torch.exp(adam["step"] * math.log(0.999)))
+        weights -= adam["learning_rate"] * m_hat / (v_hat.sqrt() + 1e-5)  # detail 3
         all_metrics.append(metrics)
     return {name: torch.stack([x[name] for x in all_metrics]) for name in metrics}
 
@@ -386,8 +385,8 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
 
 
 def score(agent: Agent, args: Args, num_episodes: int, seed: int = 10_000) -> dict[str, float]:
-    """Mean returns in 30, 50 and 100 steps against each red agent, "score", their sum as on the challenge's leaderboard
-    (-54.57 won), and more (envs/cage2/scores.py). Actions are deterministic, and each episode has a seed of its own."""
+    """Mean returns within 30, 50 and --max-steps steps against each red agent, "score", their sum, by default as on the
+    challenge's leaderboard (-54.57 won), and more (envs/cage2/scores.py). Actions are deterministic, seeds differ."""
     episodes = {}
     for i, red_agent in enumerate(args.red_agents):
         with contextlib.closing(make_envs(replace(args, red_agent=red_agent), num_episodes)) as vec_env:
@@ -404,8 +403,17 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     torch.manual_seed(args.seed)
     vec_env = make_envs(args, args.num_envs)
     agent = Agent(vec_env, args).to(args.device)
-    start = Path(str(args.logdir), "latest.pt") if args.resume else args.init_from
-    checkpoint = load(Path(start)) if start else {}
+    checkpoint = load(Path(args.init_from)) if args.init_from and not args.resume else {}
+    # --- run folder: locked before it is read; weights, optimiser, and where a resumed run stood ----------------------
+    logdir = Path(args.logdir or f"runs/{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
+    logdir.mkdir(parents=True, exist_ok=True)
+    log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
+    try:
+        fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
+    require(args.resume or not any(logdir.glob("*.pt")), f"{logdir} holds a run: --resume it or choose another.")
+    checkpoint = load(logdir / "latest.pt") if args.resume else checkpoint
     for name, value in (checkpoint["args"] if args.resume else {}).items():
         if name not in ("resume", "logdir") and getattr(args, name) != value:
             require(name not in ("seed", "actions", "memory", *GAME), f"A resumed run keeps its {name}.")
@@ -419,7 +427,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     torch._dynamo.config.recompile_limit = 1000  # of one process, which may be a sweep over many runs
     options: Any = {"cpp_wrapper": args.device == "cpu", "cpp.use_decompose_tanh": True}  # the latter vectorises tanh
     compiled: Any = (lambda f: torch.compile(f, dynamic=False, options=options)) if args.compile else (lambda f: f)
-    update, evaluate_actions = compiled(take_steps), compiled(log_probs_and_values)
+    optimize, evaluate_actions = compiled(take_steps), compiled(log_probs_and_values)
     steps_per_call = math.gcd(4, args.num_minibatches)  # compiled, 1 is 50 % slower than 4; must divide the number
     run = SimpleNamespace(global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
                           training_return=math.nan, first_return=math.nan, score=math.nan, best_score=-math.inf,
@@ -435,15 +443,6 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         torch.set_rng_state(checkpoint["generator"])
         if vec_env.set_state(state):  # else (unsaved, or another --num-envs) all begin anew
             next_obs = checkpoint["obs"]
-    # --- run folder: new, or with its logs taken back to the checkpoint -----------------------------------------------
-    logdir = Path(args.logdir or f"runs/{args.env_id}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
-    logdir.mkdir(parents=True, exist_ok=True)
-    log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
-    try:
-        fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
-    require(args.resume or not any(logdir.glob("*.pt")), f"{logdir} holds a run: --resume it or choose another.")
     run.csv_size = log.truncate(min(run.csv_size, log.tell()))  # drops the rows of updates after the checkpoint
     vec_env.unwrapped.advice = f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}"
     commit = os.popen(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null").read().strip()
@@ -460,8 +459,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
     writer = SummaryWriter(str(logdir), purge_step=run.global_step + 1)
     # Each number of an evaluation is nan where there is none, so that the columns of progress.csv are always the same.
-    nothing = dict.fromkeys(args.red_agents, (np.full((1, 1), math.nan), math.nan, np.zeros((0, len(VERDICTS)))))
-    no_evaluation = summarize(nothing, args.max_steps, args.finite_horizon, args.workflow is not None)
+    no_episodes = dict.fromkeys(args.red_agents, (np.full((1, 1), math.nan), math.nan, np.zeros((0, len(VERDICTS)))))
+    no_evaluation = summarize(no_episodes, args.max_steps, args.finite_horizon, args.workflow is not None)
     all_steps, first_end, stopping = args.num_updates * args.batch_size, run.global_step + args.batch_size, False
     while run.global_step < all_steps and not stopping and not run.compliant:
         started = time.perf_counter()
@@ -502,11 +501,11 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             advantages = normalize_advantages(advantages, dim=0 if args.norm_adv == "per_env" else None)
         # --- update ---------------------------------------------------------------------------------------------------
         batch = Batch(*(x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)))
-        results: list[dict[str, Tensor]] = []  # of each call of `update`: metrics of its steps_per_call gradient steps
+        results: list[dict[str, Tensor]] = []  # of each call: the metrics of its steps_per_call gradient steps
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=args.device)  # detail 6: each transition once an epoch
             for indices in order.view(-1, steps_per_call, args.batch_size // args.num_minibatches):
-                results.append(update(agent, loss_args, weights, adam, Batch(*(x[indices] for x in batch))))
+                results.append(optimize(agent, loss_args, weights, adam, Batch(*(x[indices] for x in batch))))
             run.epochs += 1
             run.minibatch_updates += args.num_minibatches
             epoch_kl = torch.cat([x["approx_kl"] for x in results]).view(-1, args.num_minibatches)[-1].mean()
@@ -520,7 +519,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         seconds = time.perf_counter() - started
         run.seconds += seconds
         # --- evaluate -------------------------------------------------------------------------------------------------
-        # Each batch that reaches or passes a multiple of --eval-every leaves a remainder below its own size (0: never).
+        # Did this batch reach or pass a multiple of --eval-every? Then the remainder is below its size (0: never).
         evaluating = run.global_step >= all_steps or run.global_step % (args.eval_every or math.inf) < args.batch_size
         threshold: Any = args.compliance_threshold
         evaluation, training_complies = no_evaluation, False
@@ -585,7 +584,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
 
     for resource in (vec_env, writer, log):
         resource.close()
-    print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, score {run.score:.2f}: {logdir}")
+    end = ", ended by --compliance-threshold" if run.compliant else ""
+    print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, score {run.score:.2f}{end}: {logdir}")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a bad best.json costs only this line
         runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
         best_score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.game)
@@ -641,10 +641,10 @@ def load_agent(checkpoint: dict[str, Any], args: Args) -> Agent:
 class SearchArgs:
     n_workflows: int = 20  # orders to try
     n_start: int = 3  # of them, drawn at random before the Gaussian process chooses
-    gp_beta: float | None = 4.0  # the next order has the largest mean + sqrt(beta) std; None: Srinivas' schedule
+    gp_beta: float | None = 4.0  # next: the order of largest mean + sqrt(beta) std; None: a fifth of Srinivas' schedule
     gp_scale: float = 0.2  # lambda of the Mallows kernel: at 0.2, orders that differ in 3 pairs correlate by 0.55
     judge_episodes: int = 1000  # episodes against each red agent that an order is judged by, the same for all orders
-    shared_timesteps: int = 5_000_000  # steps of the shared policy (--workflow any) that each order's starts from
+    shared_timesteps: int = 5_000_000  # steps, 25,600 or more, of the policy that each starts from (--workflow any)
     fresh_policy_per_order: bool = False  # start each order's from random weights (they like --learning-rate 0.002)
 
 
@@ -667,7 +667,7 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
     require(has_one_start, "--init-from and --fresh-policy-per-order are two ways to start: choose one.")
     folder = Path(args.logdir or f"runs/search__{args.red_agent}__{args.seed}")
     path = folder / "history.json"
-    settings = json.loads(json.dumps(asdict(args) | asdict(options) | {"logdir": None, "n_workflows": None}))
+    settings = json.loads(json.dumps(asdict(args) | asdict(options) | HERE | {"logdir": None, "n_workflows": None}))
     try:
         saved = json.loads(path.read_text()) if path.exists() else {"settings": settings, "history": []}
         history, tried = saved["history"], [parse_workflow(x["workflow"]) for x in saved["history"]]
@@ -704,7 +704,7 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
         os.replace(path.with_suffix(".tmp"), path)
         print(ROW.format(**history[-1]))
     if signals:
-        print("The same command goes on with the search, that order's training included.")
+        print("The same search command goes on with all of it, the line above with this order's training alone.")
         return history
     by_return = sorted(history, key=lambda x: -x["mean_return"])
     print("\nOrders by return", *(ROW.format(**x) for x in by_return), sep="\n")
@@ -737,7 +737,6 @@ def compliance_text(args: Args, fixes: list[np.ndarray]) -> str:
 def play(options: PlayArgs) -> dict[str, list[float]]:
     """Play a checkpoint's policy against each red agent and print each episode; returns the returns by red agent."""
     check_ranges(options)
-    torch.manual_seed(options.seed)  # of sampled actions
     path = Path(options.logdir or "", options.checkpoint.removesuffix(".pt") + ".pt")
     checkpoint = load(path)
     args = Args(**checkpoint["args"] | HERE)
@@ -753,6 +752,7 @@ def play(options: PlayArgs) -> dict[str, list[float]]:
         if options.save_gif:
             vec_env = RecordGif(vec_env, folder, options.gif_fps, options.gif_frames, f"{red_agent}_", size=760)
         for i in range(options.episodes):
+            torch.manual_seed(options.seed + i)  # of sampled actions
             rewards, (length,), fixes = evaluate(agent, vec_env, options.seed + i, not options.stochastic)
             returns[red_agent].append(float(rewards.sum()))
             all_fixes[red_agent] += [*fixes]
@@ -772,7 +772,7 @@ def preset(*names: str, **flags: Any) -> Args:
 
 def parse_args(argv: list[str]) -> Args:
     """Arguments from the run to --resume, the presets of --configs from left to right, and flags: the last one wins."""
-    first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)  # only its configs and resume
+    first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)  # for configs, resume, logdir
     values = load(Path(first.logdir, "latest.pt"))["args"] if first.resume and first.logdir else {}
     for name in first.configs:
         require(name in PRESETS, f"There is no preset {name}; there are {', '.join(PRESETS)}.")

@@ -34,7 +34,7 @@ from torch.utils.tensorboard import SummaryWriter
 from envs import ClipAction, NormalizeObservation, NormalizeReward, RecordGif, RunningMeanStd, WorkerError, vectorize
 
 SCRIPT, FORMAT = Path(__file__).stem, "ppo_continuous_mujoco/3"  # what a checkpoint holds; /4 if a copy changes that
-HERE: dict[str, Any] = {"device": "cpu"}  # for play, in place of the run's
+HERE: dict[str, Any] = {"device": "cpu"}  # in place of a file's values, to open it anywhere
 
 
 class UsageError(ValueError):
@@ -275,9 +275,9 @@ def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches
         adam["step"] += 1
         adam["mean"] += (1 - 0.9) * (gradient - adam["mean"])
         adam["square"] += (1 - 0.999) * (gradient**2 - adam["square"])
-        mean = adam["mean"] / (1 - torch.exp(adam["step"] * math.log(0.9)))  # 1 - 0.9^step; pow is slow on underflow
-        square = adam["square"] / (1 - torch.exp(adam["step"] * math.log(0.999)))
-        weights -= adam["learning_rate"] * mean / (square.sqrt() + 1e-5)  # detail 3
+        m_hat = adam["mean"] / (1 - torch.exp(adam["step"] * math.log(0.9)))  # 1 - 0.9^step; pow is slow on underflow
+        v_hat = adam["square"] / (1 - torch.exp(adam["step"] * math.log(0.999)))
+        weights -= adam["learning_rate"] * m_hat / (v_hat.sqrt() + 1e-5)  # detail 3
         all_metrics.append(metrics)
     return {name: torch.stack([x[name] for x in all_metrics]) for name in metrics}
 
@@ -337,8 +337,18 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     torch.manual_seed(args.seed)
     vec_env = make_envs(args, args.num_envs)
     agent = Agent(vec_env, args).to(args.device)
-    start = Path(str(args.logdir), "latest.pt") if args.resume else args.init_from
-    checkpoint = load(Path(start)) if start else {}
+    checkpoint = load(Path(args.init_from)) if args.init_from and not args.resume else {}
+    # --- run folder: locked before it is read; weights, optimiser, and where a resumed run stood ----------------------
+    task = args.env_id.replace("/", "_").replace(":", "_")
+    logdir = Path(args.logdir or f"runs/{task}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
+    logdir.mkdir(parents=True, exist_ok=True)
+    log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
+    try:
+        fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
+    require(args.resume or not any(logdir.glob("*.pt")), f"{logdir} holds a run: --resume it or choose another.")
+    checkpoint = load(logdir / "latest.pt") if args.resume else checkpoint
     for name, value in (checkpoint["args"] if args.resume else {}).items():
         if name not in ("resume", "logdir") and getattr(args, name) != value:
             require(name not in ("seed", "env_id", "reset_steps", "norm_reward"), f"A resumed run keeps its {name}.")
@@ -354,7 +364,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     torch._dynamo.config.trace_autograd_ops = True  # the compiler then sees through torch.autograd.grad
     torch._dynamo.config.recompile_limit = 1000  # of one process, which may be a sweep over many runs
     options: Any = {"cpp_wrapper": args.device == "cpu", "cpp.use_decompose_tanh": True}  # the latter vectorises tanh
-    update: Any = torch.compile(take_steps, dynamic=False, options=options) if args.compile else take_steps
+    optimize: Any = torch.compile(take_steps, dynamic=False, options=options) if args.compile else take_steps
     steps_per_call = math.gcd(4, args.num_minibatches)  # compiled, 1 is 50 % slower than 4; must divide the number
     run = SimpleNamespace(global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
                           average_reward=0.0, best_LTA=-math.inf, training_return=math.nan, mean_return=math.nan,
@@ -368,16 +378,6 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         torch.set_rng_state(checkpoint["generator"])
         if vec_env.set_state(state):  # else (unsaved, or another --num-envs) all begin anew
             next_obs = checkpoint["obs"]
-    # --- run folder: new, or with its logs taken back to the checkpoint -----------------------------------------------
-    task = args.env_id.replace("/", "_").replace(":", "_")
-    logdir = Path(args.logdir or f"runs/{task}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
-    logdir.mkdir(parents=True, exist_ok=True)
-    log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
-    try:
-        fcntl.lockf(log, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UsageError(f"{logdir} is in use by another run: wait for it, or choose another --logdir.") from None
-    require(args.resume or not any(logdir.glob("*.pt")), f"{logdir} holds a run: --resume it or choose another.")
     run.csv_size = log.truncate(min(run.csv_size, log.tell()))  # drops the rows of updates after the checkpoint
     vec_env.unwrapped.advice = f"Continue with: python {sys.argv[0]} --env-id {args.env_id} --resume --logdir {logdir}"
     commit = os.popen(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null").read().strip()
@@ -435,11 +435,11 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             advantages = normalize_advantages(advantages, dim=0 if args.norm_adv == "per_env" else None)
         # --- update ---------------------------------------------------------------------------------------------------
         batch = Batch(*(x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)))
-        results: list[dict[str, Tensor]] = []  # of each call of `update`: metrics of its steps_per_call gradient steps
+        results: list[dict[str, Tensor]] = []  # of each call: the metrics of its steps_per_call gradient steps
         for _ in range(args.update_epochs):
             order = torch.randperm(len(batch.obs), device=args.device)  # detail 6: each transition once an epoch
             for indices in order.view(-1, steps_per_call, args.batch_size // args.num_minibatches):
-                results.append(update(agent, args, weights, adam, Batch(*(x[indices] for x in batch))))
+                results.append(optimize(agent, args, weights, adam, Batch(*(x[indices] for x in batch))))
             run.epochs += 1
             run.minibatch_updates += args.num_minibatches
             epoch_kl = torch.cat([x["approx_kl"] for x in results]).view(-1, args.num_minibatches)[-1].mean()
@@ -453,7 +453,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         seconds = time.perf_counter() - started
         run.seconds += seconds
         # --- evaluate -------------------------------------------------------------------------------------------------
-        # Each batch that reaches or passes a multiple of --eval-every leaves a remainder below its own size (0: never).
+        # Did this batch reach or pass a multiple of --eval-every? Then the remainder is below its size (0: never).
         evaluating = run.global_step >= all_steps or run.global_step % (args.eval_every or math.inf) < args.batch_size
         eval_returns = eval_lengths = np.array([math.nan])
         if evaluating:
@@ -573,7 +573,6 @@ class PlayArgs:
 def play(options: PlayArgs) -> list[float]:
     """Play the policy of a checkpoint and print each episode's return; returns these. With --save-gif, film it."""
     check_ranges(options)
-    torch.manual_seed(options.seed)  # of sampled actions
     path = Path(options.logdir or "", options.checkpoint.removesuffix(".pt") + ".pt")
     checkpoint = load(path)
     args = Args(**checkpoint["args"] | HERE)
@@ -585,6 +584,7 @@ def play(options: PlayArgs) -> list[float]:
         vec_env = RecordGif(vec_env, options.gif_dir or path.parent / "gifs", options.gif_fps, options.gif_frames)
     returns = []
     for i in range(options.episodes):
+        torch.manual_seed(options.seed + i)  # of sampled actions
         (total,), (length,) = evaluate(agent, vec_env, options.seed + i, not options.stochastic)
         returns.append(float(total))
         print(f"episode {i + 1}: return {total:.2f}, {length} steps", flush=True)
@@ -600,7 +600,7 @@ def preset(*names: str, **flags: Any) -> Args:
 
 def parse_args(argv: list[str]) -> Args:
     """Arguments from the run to --resume, the presets of --configs from left to right, and flags: the last one wins."""
-    first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)  # only its configs and resume
+    first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)  # for configs, resume, logdir
     values = load(Path(first.logdir, "latest.pt"))["args"] if first.resume and first.logdir else {}
     for name in first.configs:
         require(name in PRESETS, f"There is no preset {name}; there are {', '.join(PRESETS)}.")

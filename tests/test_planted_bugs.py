@@ -123,7 +123,7 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
         "Adam's mean is corrected too little": ("math.log(0.9))", "math.log(0.8))"),
         "Adam's steps are not counted": ('adam["step"] += 1', 'adam["step"] += 0.5'),
         "Adam's square is a mean": ("gradient**2 -", "gradient.abs() -"),
-        "Adam divides by the square": ("(square.sqrt() + 1e-5)", "(square + 1e-5)"),
+        "Adam divides by the square": ("(v_hat.sqrt() + 1e-5)", "(v_hat + 1e-5)"),
         "gradients are not clipped": ("if args.max_grad_norm is not None:", "if False:"),
     },
     "test_ppo_math::test_a_step_is_that_of_torchs_adam[1000000.0]": {
