@@ -401,7 +401,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     checkpoint = load(logdir / "latest.pt") if args.resume else checkpoint
     for name, value in (checkpoint["args"] if args.resume else {}).items():
         if name not in ("resume", "logdir") and getattr(args, name) != value:
-            require(name not in ("seed", "backend", *GAME), f"A resumed run keeps its {name}.")
+            require(name not in ("seed", "init_from", "backend", *GAME), f"A resumed run keeps its {name}.")
             print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
     if checkpoint:
         load_policy(checkpoint, agent)
@@ -424,10 +424,9 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     if args.resume:
         vars(run).update(checkpoint["run"])
         adam = {name: x.to(args.device) for name, x in checkpoint["adam"].items()}
-        state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
         torch.set_rng_state(checkpoint["generator"])
-        if vec_env.set_state(state):  # else (unsaved, or another --num-envs) all begin anew
-            next_obs = checkpoint["obs"]
+        if vec_env.set_state(tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])):
+            next_obs = checkpoint["obs"]  # else (unsaved, or another --num-envs) all episodes begin anew
     run.csv_size = log.truncate(min(run.csv_size, log.tell()))  # drops the rows of updates after the checkpoint
     vec_env.unwrapped.advice = f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}"
     commit = os.popen(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null").read().strip()
@@ -550,7 +549,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
         left = f", {minutes:.1f} min left" if run.global_step > first_end else ""  # the first update also warms up
         line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
-        line += f"flag {run.training_success:.0%}, evaluation {run.mean_return:.2f}{left}"
+        line += f"flag {run.training_success:.0%}, " * args.env_id.startswith("Mario-")
+        line += f"evaluation {run.mean_return:.2f}{left}"
         is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
         print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
         # --- save -----------------------------------------------------------------------------------------------------
@@ -590,7 +590,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
-    require(path.is_file(), f"There is no file {path}: see --logdir (updates write latest.pt, evaluations best.pt).")
+    require(path.is_file(), f"There is no {path}: --logdir is a run's folder, --checkpoint or --init-from a file.")
     try:
         require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)

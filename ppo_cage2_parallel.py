@@ -416,7 +416,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     checkpoint = load(logdir / "latest.pt") if args.resume else checkpoint
     for name, value in (checkpoint["args"] if args.resume else {}).items():
         if name not in ("resume", "logdir") and getattr(args, name) != value:
-            require(name not in ("seed", "actions", "memory", *GAME), f"A resumed run keeps its {name}.")
+            require(name not in ("seed", "init_from", "actions", "memory", *GAME), f"A resumed run keeps its {name}.")
             print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
     if checkpoint:
         load_policy(checkpoint, agent)
@@ -439,10 +439,9 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         if args.compliance_threshold != checkpoint["args"]["compliance_threshold"]:
             run.compliant = False  # by the new one it is still to be judged
         adam = {name: x.to(args.device) for name, x in checkpoint["adam"].items()}
-        state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
         torch.set_rng_state(checkpoint["generator"])
-        if vec_env.set_state(state):  # else (unsaved, or another --num-envs) all begin anew
-            next_obs = checkpoint["obs"]
+        if vec_env.set_state(tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])):
+            next_obs = checkpoint["obs"]  # else (unsaved, or another --num-envs) all episodes begin anew
     run.csv_size = log.truncate(min(run.csv_size, log.tell()))  # drops the rows of updates after the checkpoint
     vec_env.unwrapped.advice = f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}"
     commit = os.popen(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null").read().strip()
@@ -607,7 +606,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
-    require(path.is_file(), f"There is no file {path}: see --logdir (updates write latest.pt, evaluations best.pt).")
+    require(path.is_file(), f"There is no {path}: --logdir is a run's folder, --checkpoint or --init-from a file.")
     try:
         require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)

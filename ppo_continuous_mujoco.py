@@ -302,9 +302,9 @@ def make_envs(args: Args, num_envs: int, statistics: Any = None, render_mode: st
     what infos hold. Observations and rewards are normalised; with a run's `statistics` by these, and rewards not."""
     settings = args.num_workers, args.step_timeout, args.on_worker_failure
     vec_env: Any = vectorize(lambda: make_env(args, render_mode), num_envs, *settings)
-    for space in (vec_env.single_observation_space, vec_env.single_action_space):
+    for name, space in (("observation", vec_env.single_observation_space), ("action", vec_env.single_action_space)):
         is_vector = isinstance(space, gym.spaces.Box) and len(space.shape) == 1 and space.dtype.kind == "f"
-        require(is_vector, f"{args.env_id} has {space}, no real vector: try FlattenObservation; see docs/copying.md.")
+        require(is_vector, f"An {name} of {args.env_id} is {space}, no vector of floats: see docs/copying.md.")
     vec_env = ClipAction(vec_env)  # detail 27: only the environments see the clipped ones
     if statistics is None and args.norm_reward:  # details 30, 31; by the discount at the start
         vec_env = NormalizeReward(vec_env, args.gamma)
@@ -351,7 +351,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     checkpoint = load(logdir / "latest.pt") if args.resume else checkpoint
     for name, value in (checkpoint["args"] if args.resume else {}).items():
         if name not in ("resume", "logdir") and getattr(args, name) != value:
-            require(name not in ("seed", "env_id", "reset_steps", "norm_reward"), f"A resumed run keeps its {name}.")
+            kept = "seed", "init_from", "env_id", "reset_steps", "norm_reward"
+            require(name not in kept, f"A resumed run keeps its {name}.")
             print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
     if checkpoint:
         load_policy(checkpoint, agent, vec_env.statistics)
@@ -374,10 +375,9 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     if args.resume:
         vars(run).update(checkpoint["run"])
         adam = {name: x.to(args.device) for name, x in checkpoint["adam"].items()}
-        state = tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])
         torch.set_rng_state(checkpoint["generator"])
-        if vec_env.set_state(state):  # else (unsaved, or another --num-envs) all begin anew
-            next_obs = checkpoint["obs"]
+        if vec_env.set_state(tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])):
+            next_obs = checkpoint["obs"]  # else (unsaved, or another --num-envs) all episodes begin anew
     run.csv_size = log.truncate(min(run.csv_size, log.tell()))  # drops the rows of updates after the checkpoint
     vec_env.unwrapped.advice = f"Continue with: python {sys.argv[0]} --env-id {args.env_id} --resume --logdir {logdir}"
     commit = os.popen(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null").read().strip()
@@ -532,7 +532,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
-    require(path.is_file(), f"There is no file {path}: see --logdir (updates write latest.pt, evaluations best.pt).")
+    require(path.is_file(), f"There is no {path}: --logdir is a run's folder, --checkpoint or --init-from a file.")
     try:
         require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)

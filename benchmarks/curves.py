@@ -71,6 +71,7 @@ def draw(
             if not curves:
                 continue
             where, mean, deviation = together(curves, key)
+            label = re.sub("(.{30,48}) ", r"\1\n", label)  # a command is a long label
             axis.plot(where, mean, ".-" if len(where) == 1 else "-", color=f"C{i % 10}", lw=1.6, label=label)
             if len(curves) > 1:
                 axis.fill_between(where, mean - deviation, mean + deviation, color=f"C{i % 10}", alpha=0.2, lw=0)

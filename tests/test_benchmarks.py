@@ -204,7 +204,7 @@ if __name__ == "__main__":
     while step < 80 and not stop:
         step += 20
         open(f"{logdir}/progress.csv", "a").write(f"{step},{step},1\\n")
-        open(f"{logdir}/latest.pt", "w").write(str(step))
+        for name, n in (("latest", step), ("best", step - 1)): open(f"{logdir}/{name}.pt", "w").write(str(n))
         until = time.monotonic() + float(os.environ.get("DELAY", 0))
         while time.monotonic() < until and not stop:
             time.sleep(0.01)

@@ -174,9 +174,9 @@ OWN = {
         "--env-id xyz": "`xyz` doesn't exist",
         "--env-id nowhere:Env-v0": "nowhere",
         "--env-id CartPole-v1": "docs/copying.md",
-        "--env-id WholeNumbers-v0": "WholeNumbers-v0 has",
-        "--env-id Dict-v0": "FlattenObservation",
-        "--env-id Picture-v0": "Picture-v0 has",
+        "--env-id WholeNumbers-v0": "WholeNumbers-v0 is",
+        "--env-id Dict-v0": "An observation of Dict-v0 is Dict",
+        "--env-id Picture-v0": "Picture-v0 is",
     },
     "ppo_cage2_parallel": {
         "--workflow user": "--workflow",
