@@ -443,7 +443,6 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         if vec_env.set_state(tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])):
             next_obs = checkpoint["obs"]  # else (unsaved, or another --num-envs) all episodes begin anew
     run.csv_size = log.truncate(min(run.csv_size, log.tell()))  # drops the rows of updates after the checkpoint
-    vec_env.unwrapped.advice = f"Continue with: python {sys.argv[0]} --resume --logdir {logdir}"
     commit = os.popen(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null").read().strip()
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
@@ -580,6 +579,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
                 save(logdir / "best.pt", state)
                 (logdir / "best.json").write_text(json.dumps({"problem": args.game, "score": run.best_score}))
             save(logdir / "latest.pt", state)
+            vec_env.unwrapped.advice = f"Go on: python {sys.argv[0]} --resume --logdir {logdir}"
 
     for resource in (vec_env, writer, log):
         resource.close()
