@@ -401,7 +401,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     checkpoint = load(logdir / "latest.pt") if args.resume else checkpoint
     for name, value in (checkpoint["args"] if args.resume else {}).items():
         if name not in ("resume", "logdir") and getattr(args, name) != value:
-            require(name not in ("seed", "init_from", "backend", *GAME), f"A resumed run keeps its {name}.")
+            require(name not in ("seed", "backend", *GAME), f"A resumed run keeps its {name}.")
             print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
     if checkpoint:
         load_policy(checkpoint, agent)
@@ -633,8 +633,7 @@ def play(options: PlayArgs) -> list[float]:
     path = Path(options.logdir or "", options.checkpoint.removesuffix(".pt") + ".pt")
     checkpoint = load(path)
     torch.set_num_threads(1)  # more wait for each other over a single picture
-    args = Args(**checkpoint["args"] | HERE)
-    args = replace(args, env_id=options.env_id or args.env_id)
+    args = Args(**checkpoint["args"] | HERE | {"env_id": options.env_id or checkpoint["args"]["env_id"]})
     render_mode = "human" if options.render else "rgb_array" if options.save_gif else None
     vec_env = make_envs(args, 1, render_mode)
     agent = Agent(vec_env, args)
@@ -662,6 +661,7 @@ def parse_args(argv: list[str]) -> Args:
     """Arguments from the run to --resume, the presets of --configs from left to right, and flags: the last one wins."""
     first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)  # for configs, resume, logdir
     values = load(Path(first.logdir, "latest.pt"))["args"] if first.resume and first.logdir else {}
+    require(not (first.resume and first.init_from), "--init-from begins a new run: leave out --resume.")
     for name in first.configs:
         require(name in PRESETS, f"There is no preset {name}; there are {', '.join(PRESETS)}.")
         values = values | PRESETS[name]

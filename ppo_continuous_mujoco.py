@@ -351,8 +351,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     checkpoint = load(logdir / "latest.pt") if args.resume else checkpoint
     for name, value in (checkpoint["args"] if args.resume else {}).items():
         if name not in ("resume", "logdir") and getattr(args, name) != value:
-            kept = "seed", "init_from", "env_id", "reset_steps", "norm_reward"
-            require(name not in kept, f"A resumed run keeps its {name}.")
+            require(name not in ("seed", "env_id", "reset_steps", "norm_reward"), f"A resumed run keeps its {name}.")
             print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
     if checkpoint:
         load_policy(checkpoint, agent, vec_env.statistics)
@@ -602,6 +601,7 @@ def parse_args(argv: list[str]) -> Args:
     """Arguments from the run to --resume, the presets of --configs from left to right, and flags: the last one wins."""
     first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)  # for configs, resume, logdir
     values = load(Path(first.logdir, "latest.pt"))["args"] if first.resume and first.logdir else {}
+    require(not (first.resume and first.init_from), "--init-from begins a new run: leave out --resume.")
     for name in first.configs:
         require(name in PRESETS, f"There is no preset {name}; there are {', '.join(PRESETS)}.")
         values = values | PRESETS[name]

@@ -161,9 +161,9 @@ QUICK = {  # added to the first setting's command
 # ---- judging --------------------------------------------------------------------------------------------------------
 def judge(script: str, logdir: str, episodes: int) -> None:
     """Write final.json: {"last": {score: value}, "best": ...} of the run's two checkpoints on fresh episodes."""
-    same = len({path.read_bytes() for path in Path(logdir).glob("*.pt")}) == 1
+    latest, best = (Path(logdir, f"{name}.pt").read_bytes() for name in ("latest", "best"))
     finals = {"last": scores_of(script, logdir, "latest", episodes)}
-    finals["best"] = finals["last"] if same else scores_of(script, logdir, "best", episodes)
+    finals["best"] = finals["last"] if best == latest else scores_of(script, logdir, "best", episodes)
     text = json.dumps({"cpu": cpu_model(), "episodes": episodes, **finals})
     (Path(logdir) / "final.tmp").write_text(text)
     os.replace(Path(logdir) / "final.tmp", Path(logdir) / "final.json")

@@ -92,7 +92,6 @@ def test_presets_layer_from_left_to_right_and_flags_win(script: ModuleType) -> N
 
 
 # ---- every flag -----------------------------------------------------------------------------------------------------
-
 NUMBERS = (0, -1, 1e30, math.nan, math.inf, 10**21)
 
 
@@ -146,6 +145,7 @@ COMMON = {
     "--device cuda:99": "--device cuda:99 is not available here",
     "--device nonsense": "--device nonsense is not available here",
     "--resume": "--resume needs --logdir",
+    "--resume --init-from gone.pt": "--init-from begins a new run: leave out --resume",
     "--configs debgu": "There is no preset debgu; there are ",
     "--num-envs many": "num-envs",
     "--no-such-flag 3": "no-such-flag",
