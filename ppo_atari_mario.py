@@ -534,7 +534,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             "rollout/success_rate": success_rate,  # of Mario's episodes, those that reached the flag
             "rollout/mean_reward": raw_rewards.mean().item(),
             "time/sps": args.batch_size / seconds,
-            "counters/train_steps": run.rollouts * args.num_steps,
+            "counters/train_steps": run.global_step // args.num_envs,
         }
         record |= {f"counters/{x}": vars(run)[x] for x in ("rollouts", "resets", "epochs", "minibatch_updates")}
         record |= scores

@@ -545,7 +545,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             "rollout/episodic_length": episodic_length,
             "rollout/mean_reward": raw_rewards.mean().item(),
             "time/sps": args.batch_size / seconds,
-            "counters/train_steps": run.rollouts * args.num_steps,
+            "counters/train_steps": run.global_step // args.num_envs,
         }
         record |= {f"counters/{x}": vars(run)[x] for x in ("rollouts", "resets", "epochs", "minibatch_updates")}
         if args.workflow is not None:

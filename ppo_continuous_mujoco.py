@@ -477,7 +477,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             "eval/std_return": eval_returns.std(),
             "eval/mean_length": eval_lengths.mean(),
             "time/sps": args.batch_size / seconds,
-            "counters/train_steps": run.rollouts * args.num_steps,
+            "counters/train_steps": run.global_step // args.num_envs,
         }
         record |= {f"counters/{x}": vars(run)[x] for x in ("rollouts", "resets", "epochs", "minibatch_updates")}
         for name, value in record.items():

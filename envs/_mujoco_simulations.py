@@ -110,7 +110,7 @@ class Simulations:
         """mj_resetData, computing nothing."""
         self._check(_LIB.mjb_reset(self._batch, *self._ids(ids), None, _NO_STAGE))
 
-    def forward(self, ids: Array | None = None) -> None:
+    def forward(self, ids: Array) -> None:
         """mj_forward."""
         self._check(_LIB.mjb_forward(self._batch, *self._ids(ids), _ALL_STAGES))
 

@@ -12,6 +12,8 @@ import multiprocessing
 import os
 import pickle
 import signal
+import socket
+import struct
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -152,6 +154,10 @@ class WorkerPool:
         process.start()
         worker.process = process
         its_pipe.close()
+        limit = struct.pack("ll", math.ceil(min(self.step_timeout, 2**31)), 0)  # of the system's: whole seconds here
+        with socket.socket(fileno=os.dup(worker.pipe.fileno())) as pipe:  # or a worker that is stopped would hold up
+            pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)  # who writes more than the pipe holds
+            pipe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)  # or has read half of its reply
 
     def attach(self, *spaces: Any) -> SharedBatch:
         """Share memory for elements of the observation and the action space with all workers."""
@@ -194,7 +200,7 @@ class WorkerPool:
             worker.control[COMMAND] = MESSAGE if messages else STEP
             worker.go.release()
             if messages:
-                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # collect() will report it in full
+                with contextlib.suppress(OSError):  # it died, or hangs: collect() will report it in full
                     worker.pipe.send_bytes(messages[place])
 
     def collect(self, name: str, workers: Sequence[Worker], timeout: float | None = None) -> list[tuple[int, Any]]:
@@ -233,7 +239,7 @@ class WorkerPool:
             try:
                 worker.errors, worker.results = pickle.loads(worker.pipe.recv_bytes())
             except (EOFError, OSError):
-                return  # it died in the middle of its reply, as the next look at it will tell
+                return  # it died or hangs in the middle of its reply, as further looks at it will tell
         worker.pending = False
         if name == "step":
             worker.failures = 0

@@ -10,7 +10,6 @@ rewards are points.
 """
 
 import importlib.util
-import operator
 from typing import Any
 
 import gymnasium as gym
@@ -120,15 +119,11 @@ class AtariGame(gym.Wrapper):
             ValueError: it is none of the game's actions.
             ResetNeeded: no game is being played.
         """
-        count = int(self.action_space.n)  # type: ignore[attr-defined]
         if not self._playing:
             raise ResetNeeded("call reset() before step()")
-        try:
-            number = operator.index(action)
-        except TypeError:
-            number = -1
-        _require(0 <= number < count, f"action {action}: this game takes the integers 0 to {count - 1}")
-        frame, reward, terminated, _, info = self.env.step(number)
+        last = int(self.action_space.n) - 1  # type: ignore[attr-defined]
+        _require(self.action_space.contains(action), f"action {action}: this game takes the integers 0 to {last}")
+        frame, reward, terminated, _, info = self.env.step(int(action))
         life_lost = info["lives"] < self._lives
         self._lives = info["lives"]
         if life_lost and self._begins_with_fire and not terminated:

@@ -7,7 +7,7 @@ from typing import Any
 
 import gymnasium as gym
 import numpy as np
-from gymnasium.vector import VectorEnv, VectorWrapper
+from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
 from envs.state import NoState
 
@@ -18,14 +18,16 @@ class EpisodeStatistics(VectorWrapper):
     of the episodes that have just ended and were not lost with a worker: `ended_envs`, the indices of their
     environments, and `ended`, (return, length, return / length) of each.
 
-    Put it next to the environments. An observation or a reward that is not finite raises FloatingPointError before
-    anything can learn from it. `set_state` returns whether the environments go on where they were saved: it is False
-    if they could not be saved, about which `get_state` warns, or are more or fewer now. It raises gymnasium.error.Error
-    for others' states.
+    Put it next to the environments, which must not have NEXT_STEP, whose resets are steps. An observation or a reward
+    that is not finite raises FloatingPointError before anything can learn from it. `set_state` returns whether the
+    environments go on where they were saved: it is False if they could not be saved, about which `get_state` warns, or
+    are more or fewer now. It raises gymnasium.error.Error for others' states.
     """
 
     def __init__(self, env: VectorEnv) -> None:
         super().__init__(env)
+        if env.metadata.get("autoreset_mode") is AutoresetMode.NEXT_STEP:
+            raise ValueError("EpisodeStatistics needs environments with another autoreset_mode than NEXT_STEP.")
         self.returns = np.zeros(self.num_envs)
         self.lengths = np.zeros(self.num_envs, np.int64)
 

@@ -9,7 +9,6 @@ end follow from the console's RAM (`envs/mario_game.py`), and so mean the same o
 (`envs/nes_core.py`).
 """
 
-import operator
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -99,13 +98,12 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
             right were held in it. The game jumps only when A is newly pressed, so that an action with A does
             nothing while Mario stands with A held, and a picture alone does not show that.
         reward: "shaped", "landed", "flag1000", or your own `RewardTerms`.
-        reward_scale: replaces the scale of these terms.
         stuck_steps: decisions without new ground after which the episode ends like a death; 0 for never.
         max_episode_steps: decisions after which the episode is truncated; 0 for never (the game's clock ends
             it).
         noop_max: each reset first waits 0 to noop_max frames, drawn at random (Mnih et al. 2015); at most 300.
         sticky_action_probability: probability, in each frame, that the console still sees the buttons of the
-            frame before (Machado et al. 2018, section 5.2, where it is 0.25).
+            frame before (Machado et al. 2018, where it is 0.25).
         full_info: fill `info` in every step.
         render_mode: "rgb_array" lets `render()` return the screen, (240, 256, 3) uint8.
 
@@ -129,7 +127,6 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         mask_score: bool = False,
         show_buttons: bool = False,
         reward: str | RewardTerms = "shaped",
-        reward_scale: float | None = None,
         stuck_steps: int = 150,
         max_episode_steps: int = 0,
         noop_max: int = 0,
@@ -161,7 +158,7 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
         self.stages = _parse_stages(stage)
         self.backend = resolve_backend(backend)
         self.buttons = ACTION_SETS[action_set]
-        self.reward_terms = reward if reward_scale is None else reward._replace(scale=reward_scale)
+        self.reward_terms = reward
         self.skip, self.max_pool = skip, max_pool
         self.mask_score, self.show_buttons = mask_score, show_buttons
         self.stuck_steps, self.max_episode_steps, self.noop_max = stuck_steps, max_episode_steps, noop_max
@@ -181,12 +178,10 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[np.ndarray, dict[str, Any]]:
-        """Start an episode; `options={"stage": "1-2"}` chooses another stage than the constructor's for
-        it."""
         super().reset(seed=seed)
-        stages = _parse_stages(options["stage"]) if options and "stage" in options else self.stages
         # draw only what is random, so that switching one option on leaves the other's random numbers alone
-        self._game.start(stages[int(self.np_random.integers(len(stages)))] if len(stages) > 1 else stages[0])
+        choice = int(self.np_random.integers(len(self.stages))) if len(self.stages) > 1 else 0
+        self._game.start(self.stages[choice])
         for _ in range(int(self.np_random.integers(self.noop_max + 1)) if self.noop_max else 0):
             self._game.frame(0)
         self._game.measure()  # the clock that ran meanwhile is not the policy's to pay for
@@ -281,12 +276,10 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
 
     def _action_number(self, action: Any) -> int:
         count = len(self.buttons)
-        try:
-            number = int(np.argmax(action)) if np.shape(action) == (count,) else operator.index(action)
-        except TypeError:
-            number = -1
-        _require(0 <= number < count, f"action {action}: this environment takes the integers 0 to {count - 1}")
-        return number
+        number = np.argmax(action) if np.shape(action) == (count,) else action
+        is_action = self.action_space.contains(number)
+        _require(is_action, f"action {action}: this environment takes the integers 0 to {count - 1}")
+        return int(number)
 
     def _grab(self) -> Image.Image:
         return self._game.core.gray() if self._channels == 1 else self._game.core.rgb()

@@ -92,7 +92,7 @@ def resolve_backend(backend: str) -> str:
     if backend not in ("auto", *INSTALL):
         raise ValueError(f"backend={backend!r} is unknown; choose one of 'auto', 'nes_py', 'fceumm'")
     rom_path()
-    wanted = list(INSTALL) if backend == "auto" else [backend]
+    wanted = ["nes_py", "fceumm"] if backend == "auto" else [backend]
     for name in wanted:
         if name in available_backends():
             return name

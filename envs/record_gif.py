@@ -16,8 +16,9 @@ class RecordGif(VectorWrapper):
     """Writes a GIF of each episode of the first environment, whose `render_mode` must be "rgb_array".
 
     The films lie in `folder` and carry the episode's number, return and length in their names; `prefix` goes before.
-    They have at most `max_frames` pictures, at most `size` pixels wide and high, and `fps` pictures per second, at most
-    50. They play in real time where the metadata have a `render_fps`, for which pictures are left out, else at `fps`.
+    They have at most `max_frames` pictures, at most `size` pixels wide and high, and `fps` pictures per second, which
+    must be 50 or less. They play in real time where the metadata have a `render_fps`, for which pictures are left out,
+    else at `fps`.
     """
 
     def __init__(

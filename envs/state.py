@@ -71,10 +71,8 @@ def _layers(env: Env) -> tuple[Any, list[Wrapper]]:
 # ---- attributes of wrappers ---------------------------------------------------------------------------------------
 
 # What belongs to no state: how a wrapper was made, pictures, tools.
-UNSAVED_NAMES = {
-    *("_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs", "metadata", "_metadata"),
-    *("frame_list", "recorded_frames", "render_history"),
-}
+UNSAVED_NAMES = {"_saved_kwargs", "_ezpickle_args", "_ezpickle_kwargs", "metadata", "_metadata"}
+UNSAVED_NAMES_OF_GYMNASIUM = UNSAVED_NAMES | {"frame_list", "recorded_frames", "render_history"}
 UNSAVED_TYPES = (
     *(Env, Space, EnvSpec, type, np.dtype, ModuleType, FunctionType, BuiltinFunctionType, MethodType, partial),
     *(PurePath, logging.Logger),
@@ -89,8 +87,10 @@ def _attributes(holder: Any, unsaved: Collection[str] = ()) -> dict[str, Any]:
     if isinstance(holder, PassiveEnvChecker):
         return {}  # it compares the first steps of this very environment
     state: dict[str, Any] = {}
+    is_gymnasiums = type(holder).__module__.startswith("gymnasium.")
+    unsaved = {*unsaved, *(UNSAVED_NAMES_OF_GYMNASIUM if is_gymnasiums else UNSAVED_NAMES)}
     for name, value in vars(holder).items():
-        if name in UNSAVED_NAMES or name in unsaved or isinstance(value, UNSAVED_TYPES):
+        if name in unsaved or isinstance(value, UNSAVED_TYPES):
             continue
         if _is_view(value) and _is_mujoco(getattr(holder, "unwrapped", None)):
             continue  # of the simulation's own memory, as `data.qpos` is: it moves with the simulation

@@ -11,10 +11,10 @@ What happens in a step:
 3. The parent waits for all, looking now and then who still lives (`WorkerPool.collect` in envs/_worker_pool.py), and
    `step_wait` copies the arrays and merges the infos.
 
-It can stand in for `gymnasium.vector.AsyncVectorEnv`, for numeric spaces: same keywords, methods and errors. The
-differences: a process steps several environments in turn, so that there need be no more processes than cores; what an
-environment sends at every step is not pickled; no environment is created in the calling process; and every wait has a
-limit and notices a dead worker.
+It can stand in for `gymnasium.vector.AsyncVectorEnv`, for numeric spaces: same methods and errors, and same keywords
+but for `daemon`, `worker` and `observation_mode`. The differences: a process steps several environments in turn, so
+that there need be no more processes than cores; what an environment sends at every step is not pickled; no environment
+is created in the calling process; and every wait has a limit and notices a dead worker.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class SubprocVecEnv(VectorEnv):
         if step_timeout is not None and not step_timeout > 0:
             raise ValueError(f"`step_timeout` must be a positive number of seconds or None, got {step_timeout}.")
         for name, limit in (("num_workers", num_workers), ("max_concurrency", max_concurrency)):
-            if limit is not None and not isinstance(limit, int | np.integer):
+            if isinstance(limit, bool) or not isinstance(limit, int | np.integer | None):
                 raise ValueError(f"`{name}` must be an integer or None, got {type(limit)}.")
             if limit is not None and limit < 1:
                 raise ValueError(f"`{name}` must be a positive or None, got {limit}.")

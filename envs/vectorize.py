@@ -33,8 +33,8 @@ def vectorize(
     What `env_fn` returns is stepped by MuJoCo's own threads if it is one of Gymnasium's MuJoCo tasks without any
     further wrapper and is not rendered; in one loop if its class itself (not one that it inherits from) has a method
     `vectorized(num_envs)`; by `SubprocVecEnv` otherwise. `num_workers` is the number of threads or
-    processes (None: one for each CPU), the other arguments are those of `SubprocVecEnv`. `unwrapped.spec` is that of
-    the environment, with its time limit. Raises what `env_fn` raises.
+    processes (None: one for each CPU); the other arguments are those of `SubprocVecEnv` and act there alone.
+    `unwrapped.spec` is that of the environment, with its time limit. Raises what `env_fn` raises.
     """
     env = env_fn()
     vec_env: VectorEnv

@@ -84,13 +84,7 @@ def test_a_batch_gives_what_gymnasiums_gives(state_in_info: bool, max_steps: int
     single = [partial(Cage2Env, **kwargs, state_in_info=state_in_info)] * 6
     theirs = SyncVectorEnv(single, autoreset_mode=ours.metadata["autoreset_mode"])
 
-    def compare(one: tuple[Any, ...], other: tuple[Any, ...]) -> None:
-        for constant in ("hosts", "action_names"):  # names belong to the reset of single environments alone
-            for key in (constant, f"_{constant}"):
-                other[-1].pop(key, None)
-        assert_same(one, other)
-
-    compare(ours.reset(seed=5), theirs.reset(seed=5))
+    assert_same(ours.reset(seed=5), theirs.reset(seed=5))
     state = ours.get_state()
     state["steps"] = np.arange(6, dtype=state["steps"].dtype) % 5
     ours.set_state(state)
@@ -99,7 +93,7 @@ def test_a_batch_gives_what_gymnasiums_gives(state_in_info: bool, max_steps: int
     ended = []
     for actions in random_actions(num_steps, 6):
         step = ours.step(actions)
-        compare(step, theirs.step(actions))
+        assert_same(step, theirs.step(actions))
         ended.append(int(step[3].sum()))
     assert set(ended) == {0, 1, 2}
 
@@ -145,8 +139,7 @@ def test_true_state_follows_the_game() -> None:
 
 def test_single_info_tells_the_true_state_by_name() -> None:
     env = Cage2Env("b_line")
-    _, info = env.reset(seed=0)
-    assert (info["hosts"], info["action_names"]) == (HOSTS, ACTION_NAMES)
+    env.reset(seed=0)
     *_, info = env.step(51)
     assert (info["red_agent"], info["red_action"]) == ("b_line", "DiscoverRemoteSystems User")
     assert info["blue_action"] == "DecoyFemitter User2"

@@ -125,4 +125,7 @@ def test_a_number_that_is_not_finite_is_named_with_its_environment_and_step(name
 
 def test_what_nobody_learns_from_may_be_anything_and_a_sum_may_overflow() -> None:
     run(partial(BadEnd, False))  # the value of a terminal state is not asked for
-    EpisodeStatistics(SyncVectorEnv([PoisonEnv] * 2))._check("observation", np.full((2, 2), 3e38, np.float32))
+    vec_env = EpisodeStatistics(SyncVectorEnv([PoisonEnv] * 2, autoreset_mode=AutoresetMode.DISABLED))
+    vec_env._check("observation", np.full((2, 2), 3e38, np.float32))
+    with pytest.raises(ValueError, match="another autoreset_mode than NEXT_STEP"):
+        EpisodeStatistics(SyncVectorEnv([PoisonEnv]))

@@ -15,7 +15,7 @@ from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 
 from envs import nes_common, nes_core
-from envs.mario import ACTION_SETS, STAGES, MarioBackendError, MarioEnv, RewardTerms, available_backends
+from envs.mario import ACTION_SETS, REWARDS, STAGES, MarioBackendError, MarioEnv, RewardTerms, available_backends
 from envs.nes_common import GRAY, RIGHT, START, A, B
 from envs.nes_core import make_core
 from tests.conftest import assert_plain, assert_same
@@ -255,7 +255,8 @@ def test_show_buttons_paints_what_is_held_and_nothing_else(fceumm: str, obs: str
 def test_every_stage_starts_and_obeys(backend: str) -> None:
     env = MarioEnv("random", backend, full_info=True)
     for stage in STAGES:
-        _, info = env.reset(options={"stage": stage})
+        env.stages = (stage,)
+        _, info = env.reset()
         assert f"{info['world']}-{info['stage']}" == stage
         assert (info["x_pos"], info["life"], info["coins"], info["score"]) == (40, 2, 0, 0)
         assert info["time"] in (300, 400)
@@ -424,7 +425,7 @@ def test_reward_terms_and_scale(fceumm: str) -> None:
     cases: dict[str, Any] = {
         "flag1000": {"reward": "flag1000"},
         "own": {"reward": RewardTerms(2.0, 0.0, 0.0, -7.0, 0.5)},
-        "scaled": {"reward": "flag1000", "reward_scale": 0.01},
+        "scaled": {"reward": REWARDS["flag1000"]._replace(scale=0.01)},
     }
     returns = {}
     for name, options in cases.items():

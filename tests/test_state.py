@@ -91,7 +91,7 @@ class Memory(gym.Wrapper):
         super().__init__(env)
         self.average, self.generator = Average(), np.random.default_rng()
         self.visits: dict[Any, Any] = {"pairs": [], (np.int64(3), 1): (0, np.float64(0.5)), "__kind__": "deque"}
-        self.window, self.clock, self.decay = deque([0.0], maxlen=2), 0, np.float32(0.9)
+        self.frame_list, self.clock, self.decay = deque([0.0], maxlen=2), 0, np.float32(0.9)  # a name of Gymnasium's
         self.function = abs
 
     def step(self, action: Any) -> Any:
@@ -101,10 +101,10 @@ class Memory(gym.Wrapper):
         self.average.recent.append(float(obs[1]))
         self.visits["pairs"].append((obs, len(self.visits["pairs"])))
         self.visits[3, 1] = (self.visits[3, 1][0] + 1, self.visits[3, 1][1] / 2)
-        self.window.append(reward)
+        self.frame_list.append(reward)
         self.clock += 1
         memory = sum(self.average.recent) + sum(pair[1] for pair in self.visits["pairs"]) + sum(self.visits[3, 1])
-        memory += sum(self.window) + self.clock
+        memory += sum(self.frame_list) + self.clock
         # a number of NumPy's decides in which precision it is computed
         obs = self.decay * obs.astype(np.float64) + self.visits[3, 1][1] * self.generator.normal(size=2).astype("f4")
         return obs, self.function(reward) + memory + self.average.value.sum(), *rest

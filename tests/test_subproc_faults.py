@@ -306,15 +306,18 @@ def test_an_idle_worker_that_is_killed_or_stopped_is_noticed(how: signal.Signals
     close_in_time(envs)
 
 
-def test_a_worker_that_is_killed_in_the_middle_of_a_large_reply_is_reported() -> None:
-    envs = SubprocVecEnv([CountEnv] * 2, 2, step_timeout=20.0)
+@pytest.mark.parametrize(("how", "text"), [(signal.SIGKILL, "was killed by"), (signal.SIGSTOP, "did not answer")])
+@pytest.mark.parametrize("reading", [True, False])  # the long message is its reply, or a command to it
+def test_a_worker_that_is_lost_in_the_middle_of_a_long_message_is_reported(how: Any, text: str, reading: bool) -> None:
+    envs = SubprocVecEnv([CountEnv] * 2, 2, step_timeout=3.0)
     envs.set_attr("big", bytes(4_000_000))
     pool = envs._pool
-    pool.request("call", [(n, ("big", (), {})) for n in range(2)], pool.workers)
-    assert becomes_true(lambda: pool.workers[0].pipe.poll(0), 20.0)  # now the worker waits in the middle of its reply
-    os.kill(pids_of(envs)[0], signal.SIGKILL)
-    with pytest.raises(WorkerError, match=r"Worker 0 .*was killed by SIGKILL .*during call"):
-        pool.collect("call", pool.workers)
+    if reading:
+        pool.request("call", [(n, ("big", (), {})) for n in range(2)], pool.workers)
+        assert becomes_true(lambda: pool.workers[0].pipe.poll(0), 20.0)  # now it waits in the middle of its reply
+    os.kill(pids_of(envs)[0], how)
+    with pytest.raises(WorkerError, match=rf"Worker 0 .*{text} .*during (call|set_attr)"):
+        pool.collect("call", pool.workers) if reading else envs.set_attr("big", bytes(4_000_000))
     close_in_time(envs)
 
 

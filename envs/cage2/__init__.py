@@ -8,19 +8,7 @@
 import gymnasium as gym
 
 from .env import Cage2Env
-from .render import describe
-from .scenario import (
-    ACTION_NAMES,
-    DECOYS,
-    EXPLOITS,
-    HOSTS,
-    NUM_ACTIONS,
-    RED_ACTIONS,
-    RED_AGENTS,
-    SUBNET_OF,
-    SUBNETS,
-)
-from .simulator import VERSIONS, WRAPPERS
+from .scenario import ACTION_NAMES, DECOYS, HOSTS, NUM_ACTIONS, RED_AGENTS
 from .state import DRAW_NAMES
 from .vec_env import Cage2VecEnv
 
@@ -28,18 +16,11 @@ __all__ = [
     "ACTION_NAMES",
     "DECOYS",
     "DRAW_NAMES",
-    "EXPLOITS",
     "HOSTS",
     "NUM_ACTIONS",
-    "RED_ACTIONS",
     "RED_AGENTS",
-    "SUBNETS",
-    "SUBNET_OF",
-    "VERSIONS",
-    "WRAPPERS",
     "Cage2Env",
     "Cage2VecEnv",
-    "describe",
 ]
 
 if "CAGE2-v0" not in gym.registry:

@@ -127,10 +127,7 @@ class CybORGEnv(gym.Env):
         obs = self._wrapper.reset()
         self._check_installed_rules()
         self._steps = 0
-        info = self._info(blue_action=0)
-        if self._state_in_info:
-            info |= {"hosts": HOSTS, "action_names": ACTION_NAMES}
-        return self._checked(obs), info
+        return self._checked(obs), self._info(blue_action=0)
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Take an action, a whole number in 0..144."""

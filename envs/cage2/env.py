@@ -10,15 +10,15 @@ from gymnasium.error import ResetNeeded
 
 from . import simulator
 from .render import describe, render_ansi, render_rgb
-from .scenario import ACTION_NAMES, HOSTS, NUM_ACTIONS, OBS_SIZE
+from .scenario import NUM_ACTIONS, OBS_SIZE
 from .vec_env import RENDER_MODES, Cage2VecEnv, check_render_mode, load_states, red_agent_indices, save_states
 
 
 class Cage2Env(gym.Env):
     """One game with the rules, arguments and numbers of `Cage2VecEnv`; equal seeds give equal episodes.
 
-    Every info holds the true state in words and arrays (see `describe`) unless `state_in_info` is False; the
-    info of `reset` also has the names of `hosts` and `action_names`. There is no autoreset.
+    Every info holds the true state in words and arrays (what `render.describe` says of one environment), unless
+    `state_in_info` is False. There is no autoreset.
     """
 
     metadata: dict[str, Any] = {"render_modes": list(RENDER_MODES), "render_fps": 4}
@@ -57,10 +57,7 @@ class Cage2Env(gym.Env):
         chosen = (options or {}).get("red_agent")
         simulator.start(self._states, None, None if chosen is None else red_agent_indices(chosen, 1))
         self._needs_reset = False
-        info = self._info()
-        if self._state_in_info:
-            info |= {"hosts": HOSTS, "action_names": ACTION_NAMES}
-        return np.zeros(OBS_SIZE, np.float32), info
+        return np.zeros(OBS_SIZE, np.float32), self._info()
 
     def step(self, action: Any, draws: Any = None) -> tuple[np.ndarray, float, bool, bool, dict[str, Any]]:
         """Take an action in 0..144; `draws` (6,) injects random outcomes (see `Cage2VecEnv.draws`)."""
@@ -89,7 +86,7 @@ class Cage2Env(gym.Env):
         return self._states["draws"][0].copy()
 
     def _info(self) -> dict[str, Any]:
-        return describe(self._states[0]) if self._state_in_info else {}
+        return {name: x[0] for name, x in describe(self._states).items()} if self._state_in_info else {}
 
     def get_state(self) -> dict[str, Any]:
         """Everything that a continued run needs, as in `Cage2VecEnv.get_state`."""

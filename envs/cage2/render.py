@@ -10,27 +10,14 @@ from .scenario import (  # isort: skip
 )  # fmt: skip
 
 
-def describe(state: Any) -> dict[str, Any]:
-    """The true state of one environment after its last step.
+def describe(states: np.ndarray) -> dict[str, np.ndarray]:
+    """The true states of environments after their last step, from their records `states` (N,).
 
-    Keys: `red_agent`, `blue_action`, `red_action` as text; `red_access` (13,) uint8, 0 none, 1 user, 2
-    privileged; `red_sessions` (13, 3) int32, red's removable user, other user and privileged sessions;
-    `clearable` (13,) bool, whether Blue can end a red session there (see `Cage2VecEnv.true_state`); `decoys`
-    (13,) uint8, bit k for decoy k of `DECOYS`. Arrays are copies.
+    Keys: `red_agent`, `blue_action`, `red_action`, (N,) object arrays of text; `red_access` (N, 13) uint8, 0 none, 1
+    user, 2 privileged; `red_sessions` (N, 13, 3) int32, red's removable user, other user and privileged sessions;
+    `clearable` (N, 13) bool, whether Blue can end a red session there (see `Cage2VecEnv.true_state`); `decoys` (N, 13)
+    uint8, bit k for decoy k of `DECOYS`. Arrays are copies.
     """
-    return {
-        "red_agent": RED_AGENTS[state.red_agent],
-        "blue_action": ACTION_NAMES[state.blue_action],
-        "red_action": red_action_text(state),
-        "red_access": state.red_access.copy(),
-        "clearable": state.clearable.astype(np.bool_),
-        "red_sessions": state.sessions.copy(),
-        "decoys": state.decoys.copy(),
-    }
-
-
-def describe_all(states: np.ndarray) -> dict[str, np.ndarray]:
-    """`describe` of every record of `states` (N,), each key's values in one array (N, ...), texts in object arrays."""
     code = np.zeros(len(states), np.int64)  # one number for all that makes up a text, so that each is written once
     for name in ("red_action", "red_subnet", "red_target", "red_exploit", "red_success"):
         code = code * 64 + states[name] + 1

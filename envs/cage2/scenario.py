@@ -19,7 +19,7 @@ HOSTS = (
 )  # fmt: skip
 NUM_HOSTS = len(HOSTS)
 DEFENDER, ENTERPRISE0, ENTERPRISE1, ENTERPRISE2 = 0, 1, 2, 3
-OP_HOST0, OP_HOST1, OP_HOST2, OP_SERVER0 = 4, 5, 6, 7
+OP_SERVER0 = 7
 USER0, USER1, USER2, USER3, USER4 = 8, 9, 10, 11, 12
 
 
@@ -157,7 +157,7 @@ NUM_ACTIONS = len(ACTION_NAMES)  # 145
 # ---------------------------------------------------------------- red's side (SPEC 7)
 
 RED_AGENTS = ("b_line", "meander", "sleep")
-B_LINE, MEANDER, SLEEPING = 0, 1, 2
+B_LINE, MEANDER = 0, 1
 
 RED_ACTIONS = (
     "Sleep", "DiscoverRemoteSystems", "DiscoverNetworkServices", "ExploitRemoteService", "PrivilegeEscalate",

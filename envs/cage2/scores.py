@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from envs.cage2.workflow import fix_metrics
+from .workflow import fix_metrics
 
 HORIZONS = (30, 50, 100)  # the episode lengths of the published scores
 

@@ -10,7 +10,7 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from . import simulator
-from .render import describe_all, render_ansi, render_rgb
+from .render import describe, render_ansi, render_rgb
 from .scenario import NUM_ACTIONS, OBS_SIZE, RED_AGENTS
 from .state import CHANGING, FREE
 
@@ -232,7 +232,7 @@ class Cage2VecEnv(VectorEnv):
         """
         infos: dict[str, Any] = {}
         if self._state_in_info:
-            for name, values in describe_all(self._states[which]).items():
+            for name, values in describe(self._states[which]).items():
                 shape, nothing = (self.num_envs, *values.shape[1:]), None if values.dtype == object else 0
                 infos[name], infos[f"_{name}"] = np.full(shape, nothing, values.dtype), which.copy()
                 infos[name][which] = values

@@ -159,13 +159,11 @@ class WorkflowEnv(VectorWrapper):
         return np.concatenate([obs, ONE_HOTS[self.orders]], axis=1)
 
     def reset(self, *, seed: Any = None, options: Any = None) -> tuple[np.ndarray, dict[str, Any]]:
+        obs, infos = self.env.reset(seed=seed, options=options)  # refuses options["reset_mask"], which would mix orders
         if seed is not None:
             seeds = seed + np.arange(self.num_envs) if isinstance(seed, int | np.integer) else seed
             self.seeds = np.array([old if new is None else new for new, old in zip(seeds, self.seeds, strict=True)])
             self.episodes[:], self.recent[:] = 0, 0
-        if "reset_mask" in (options or {}):
-            raise ValueError("WorkflowEnv restarts each episode in its last step: leave options['reset_mask'] out.")
-        obs, infos = self.env.reset(seed=seed, options=options)
         self._start(np.arange(self.num_envs))
         if self.follow_infos:
             if "clearable" not in infos:
