@@ -151,7 +151,7 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         require(self.batch_size > minibatches, f"--num-minibatches {minibatches} leaves one transition in each.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         devices = ["cpu", *(name for n in range(torch.cuda.device_count()) for name in ("cuda", f"cuda:{n}"))]
-        require(self.device in devices, f"--device {self.device} is not available here.")
+        require(self.device in devices, f"--device {self.device} is not available here, only {', '.join(devices)}.")
         self.red_agents: list[Any] = [name for name in RED_MIXTURE if self.red_agent in (name, "mixed")]
         has_order = self.workflow is not None or self.compliance_threshold is None
         require(has_order, "--compliance-threshold needs --workflow, the order to comply with, or any.")
@@ -606,7 +606,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
-    require(path.is_file(), f"There is no {path}: --logdir is a run's folder, --checkpoint or --init-from a file.")
+    require(path.is_file(), f"{path} is no file: --logdir is a run's folder, --checkpoint or --init-from a file.")
     try:
         require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -703,7 +703,7 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
         os.replace(path.with_suffix(".tmp"), path)
         print(ROW.format(**history[-1]))
     if signals:
-        print("The same search command goes on with all of it, the line above with this order's training alone.")
+        print("The same search command goes on with all of it; a line above with --resume only with that one training.")
         return history
     by_return = sorted(history, key=lambda x: -x["mean_return"])
     print("\nOrders by return", *(ROW.format(**x) for x in by_return), sep="\n")

@@ -130,7 +130,7 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         require(self.batch_size > minibatches, f"--num-minibatches {minibatches} leaves one transition in each.")
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         devices = ["cpu", *(name for n in range(torch.cuda.device_count()) for name in ("cuda", f"cuda:{n}"))]
-        require(self.device in devices, f"--device {self.device} is not available here.")
+        require(self.device in devices, f"--device {self.device} is not available here, only {', '.join(devices)}.")
         require(self.gamma < 1 or self.average_reward_rate, "--gamma 1 needs an --average-reward-rate, such as 0.1.")
 
 
@@ -531,7 +531,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
-    require(path.is_file(), f"There is no {path}: --logdir is a run's folder, --checkpoint or --init-from a file.")
+    require(path.is_file(), f"{path} is no file: --logdir is a run's folder, --checkpoint or --init-from a file.")
     try:
         require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)

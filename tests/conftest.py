@@ -49,6 +49,7 @@ SPACES: dict[str, tuple[Box, Box | Discrete]] = {
     "ppo_continuous_mujoco": (Box(-np.inf, np.inf, (4,), np.float32), Box(-1.0, 1.0, (2,), np.float32)),
     "ppo_cage2_parallel": (Box(0.0, 1.0, (52,), np.float32), Discrete(145)),
     "ppo_atari_mario": (Box(0, 255, (3, 64, 64), np.uint8), Discrete(7)),
+    "cartpole": (Box(-np.inf, np.inf, (4,), np.float32), Discrete(2)),  # a copy: docs/copies/cartpole.diff
 }
 
 FASTEST_EMULATOR = "fceumm" if "fceumm" in available_backends() else "nes_py"
@@ -89,6 +90,8 @@ def domain(script: Path | ModuleType) -> str:
     found = re.search(r'^(?:\w+, )?FORMAT = .*"(\w+)/\d+"', path.read_text(), re.MULTILINE)
     if found is None:
         raise pytest.UsageError(f'{path} has no line FORMAT = "name/version", so the tests cannot tell its domain.')
+    if found[1] not in SPACES:
+        raise pytest.UsageError(f"{path}: the tests know no FORMAT {found[1]}/..., only {', '.join(SPACES)}.")
     return found[1]
 
 

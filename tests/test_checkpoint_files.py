@@ -81,7 +81,7 @@ def test_truncated_and_foreign_files_are_refused(script: ModuleType, tmp_path: P
     for content in (*parts, b"a text\n" * 50, os.urandom(999)):
         path.write_bytes(content)
         assert "damaged" in refused(script, path)
-    assert "There is no" in refused(script, tmp_path / "gone.pt")
+    assert "gone.pt is no file" in refused(script, tmp_path / "gone.pt")
     refused(script, tmp_path)  # a folder
     for foreign in ({"format": "another/1"}, {"agent": {}}, [1, 2], torch.zeros(3)):
         torch.save(foreign, path)

@@ -138,19 +138,18 @@ def test_an_observation_wrapper_acts_in_training_and_in_evaluation(
     script.play(script.PlayArgs(logdir=result["logdir"]))
 
 
-def test_a_sweep_from_python(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The program of the page, shortened; and both of its runs are those that they would have been alone."""
-    (program,) = re.findall(r"```python\n(from ppo_cont.*?)```", PAGE.read_text(), re.DOTALL)
+def test_a_sweep_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """The program of the page, shortened, twice: both of its runs are those that they would have been alone, and the
+    second time it finds them finished."""
+    (program,) = re.findall(r"```python\n(from pathlib.*?)```", PAGE.read_text(), re.DOTALL)
     program = program.replace('"ant", ', '"ant", **tiny, ')
     monkeypatch.chdir(tmp_path)
-    exec(compile(program, "sweep", "exec"), {"tiny": TINY})
+    for _ in range(2):
+        exec(compile(program, "sweep", "exec"), {"tiny": TINY})
     printed = [float(x) for x in re.findall(r"^0\.\d+ (-?[\d.]+)$", capsys.readouterr().out, re.MULTILINE)]
     script = load_script(ROOT / "ppo_continuous_mujoco.py")
     alone = script.train(script.preset("ant", **TINY | {"learning_rate": 3e-4, "logdir": str(tmp_path / "alone")}))
-    assert len(printed) == 2
-    assert printed[1] == pytest.approx(alone["mean_return"], abs=0.01)
+    assert printed == pytest.approx([printed[0], alone["mean_return"]] * 2, abs=0.01)
 
 
 def test_the_copy_for_discrete_actions_learns_to_balance(tmp_path: Path) -> None:

@@ -414,7 +414,7 @@ def test_log_std_init_is_the_logarithm_of_the_deviation(script: ModuleType) -> N
     deviations = []
     for log_std in (0.0, -2.0):
         sample = make_sample(script, log_std_init=log_std)
-        if not hasattr(sample.args, "log_std_init"):
-            pytest.skip(f"{script.__name__} has no --log-std-init")
+        if not isinstance(SPACES[domain(script)][1], Box):
+            pytest.skip(f"the actions of {script.__name__} have no deviation")
         deviations.append(sample.agent.policy(sample.obs).stddev)
     torch.testing.assert_close(deviations[0] * math.exp(-2.0), deviations[1])
