@@ -143,7 +143,7 @@ PRESETS: dict[str, dict[str, Any]] = {
                  "learning_rate": 2e-4, "norm_adv": "none", "vf_coef": 0.25, "log_std_init": -1.0},
     "walker": {"env_id": "Walker2d-v5", "norm_adv": "none", "vf_coef": 0.25, "log_std_init": -0.5},
     "swimmer": {"env_id": "Swimmer-v5", "gamma": 0.9999, "gae_lambda": 0.98, "num_envs": 4, "num_steps": 1024,
-                "num_minibatches": 16, "learning_rate": 6e-4},
+                "num_minibatches": 16, "learning_rate": 6e-4, "log_std_init": 0.5},
     "queue": {"env_id": "TwoQueue-v0", "average_reward_rate": 0.1, "norm_reward": False, "reset_steps": 512,
               "num_steps": 32, "num_minibatches": 4, "total_timesteps": 200_000, "eval_every": 50_000},
 }  # fmt: skip
