@@ -5,7 +5,8 @@
 
 An environment can be saved if it, or a wrapper of it, has `get_state()` and `set_state(state)`, or if it is one of
 Gymnasium's `MujocoEnv`. Of the wrappers around that layer the attributes are saved: TimeLimit's counter of steps,
-random generators, stacked frames, whatever a user's own wrapper remembers.
+random generators, stacked frames, whatever a user's own wrapper remembers (its settings too, for nothing tells them
+from the rest).
 """
 
 from __future__ import annotations
@@ -43,8 +44,10 @@ def get_state(env: Env) -> dict[str, Any]:
 
 
 def set_state(env: Env, state: dict[str, Any]) -> None:
-    """Restore what `get_state` returned, sharing nothing with it."""
+    """Restore what `get_state` returned, sharing nothing with it. Raises ValueError for another number of wrappers."""
     inner, wrappers = _layers(env)
+    if len(wrappers) != len(state["wrappers"]):
+        raise ValueError(f"the state is that of {len(state['wrappers'])} wrappers, this environment has {len(wrappers)}")
     if _is_mujoco(inner):
         _set_mujoco_state(inner, state["env"])
     else:
