@@ -47,7 +47,7 @@ def set_state(env: Env, state: dict[str, Any]) -> None:
     """Restore what `get_state` returned, sharing nothing with it. Raises ValueError for another number of wrappers."""
     inner, wrappers = _layers(env)
     if len(wrappers) != len(state["wrappers"]):
-        raise ValueError(f"the state is that of {len(state['wrappers'])} wrappers, this environment has {len(wrappers)}")
+        raise ValueError(f"the state has {len(state['wrappers'])} wrappers, this environment {len(wrappers)}")
     if _is_mujoco(inner):
         _set_mujoco_state(inner, state["env"])
     else:
