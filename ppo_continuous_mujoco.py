@@ -147,7 +147,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "queue": {"env_id": "TwoQueue-v0", "average_reward_rate": 0.1, "norm_reward": False, "reset_steps": 512,
               "num_steps": 32, "num_minibatches": 4, "total_timesteps": 200_000, "eval_every": 50_000},
 }  # fmt: skip
-PRESETS["hopper"] = PRESETS["walker"] | {"env_id": "Hopper-v5", "update_epochs": 5, "horizon_growth": 4.0}
+PRESETS["hopper"] = PRESETS["walker"] | {"env_id": "Hopper-v5", "update_epochs": 5, "horizon_growth": 2.0}
 PRESETS["ant"] = PRESETS["humanoid"] | {"env_id": "Ant-v5", "horizon_growth": 4.0}
 
 
