@@ -548,8 +548,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         minutes = (all_steps - run.global_step) / args.batch_size * seconds / 60
         left = f", {minutes:.1f} min left" if run.global_step > first_end else ""  # the first update also warms up
         line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
-        line += f"flag {run.training_success:.0%}, " * args.env_id.startswith("Mario-")
-        line += f"evaluation {run.mean_return:.2f}{left}"
+        flag = f"flag {run.training_success:.0%}, " if args.env_id.startswith("Mario-") else ""
+        line += f"{flag}evaluation {run.mean_return:.2f}{left}"
         is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
         print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
         # --- save -----------------------------------------------------------------------------------------------------

@@ -154,10 +154,11 @@ class WorkerPool:
         process.start()
         worker.process = process
         its_pipe.close()
-        limit = struct.pack("ll", math.ceil(min(self.step_timeout, 2**31)), 0)  # of the system's: whole seconds here
-        with socket.socket(fileno=os.dup(worker.pipe.fileno())) as pipe:  # or a worker that is stopped would hold up
-            pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)  # who writes more than the pipe holds
-            pipe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)  # or has read half of its reply
+        # A worker that is stopped must not hold up who writes more than the pipe holds, or has read half of a reply.
+        limit = struct.pack("ll", math.ceil(min(self.step_timeout, 2**31)), 0)  # seconds, microseconds
+        with socket.socket(fileno=os.dup(worker.pipe.fileno())) as pipe:
+            pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+            pipe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 
     def attach(self, *spaces: Any) -> SharedBatch:
         """Share memory for elements of the observation and the action space with all workers."""

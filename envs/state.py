@@ -90,10 +90,9 @@ def _attributes(holder: Any, unsaved: Collection[str] = ()) -> dict[str, Any]:
     if isinstance(holder, PassiveEnvChecker):
         return {}  # it compares the first steps of this very environment
     state: dict[str, Any] = {}
-    is_gymnasiums = type(holder).__module__.startswith("gymnasium.")
-    unsaved = {*unsaved, *(UNSAVED_NAMES_OF_GYMNASIUM if is_gymnasiums else UNSAVED_NAMES)}
+    names = UNSAVED_NAMES_OF_GYMNASIUM if type(holder).__module__.startswith("gymnasium.") else UNSAVED_NAMES
     for name, value in vars(holder).items():
-        if name in unsaved or isinstance(value, UNSAVED_TYPES):
+        if name in names or name in unsaved or isinstance(value, UNSAVED_TYPES):
             continue
         if _is_view(value) and _is_mujoco(getattr(holder, "unwrapped", None)):
             continue  # of the simulation's own memory, as `data.qpos` is: it moves with the simulation

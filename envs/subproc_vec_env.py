@@ -11,10 +11,11 @@ What happens in a step:
 3. The parent waits for all, looking now and then who still lives (`WorkerPool.collect` in envs/_worker_pool.py), and
    `step_wait` copies the arrays and merges the infos.
 
-It can stand in for `gymnasium.vector.AsyncVectorEnv`, for numeric spaces: same methods and errors, and same keywords
-but for `daemon`, `worker` and `observation_mode`. The differences: a process steps several environments in turn, so
-that there need be no more processes than cores; what an environment sends at every step is not pickled; no environment
-is created in the calling process; and every wait has a limit and notices a dead worker.
+It can stand in for `gymnasium.vector.AsyncVectorEnv`, for numeric spaces: same errors, same methods but for
+`call_async` and `call_wait`, same keywords but for `daemon`, `worker` and `observation_mode`. The differences: a
+process steps several environments in turn, so that there need be no more processes than cores; what an environment
+sends at every step is not pickled; no environment is created in the calling process; and every wait has a limit and
+notices a dead worker.
 """
 
 from __future__ import annotations

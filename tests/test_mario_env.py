@@ -253,9 +253,8 @@ def test_show_buttons_paints_what_is_held_and_nothing_else(fceumm: str, obs: str
 
 
 def test_every_stage_starts_and_obeys(backend: str) -> None:
-    env = MarioEnv("random", backend, full_info=True)
     for stage in STAGES:
-        env.stages = (stage,)
+        env = MarioEnv(stage, backend, full_info=True)
         _, info = env.reset()
         assert f"{info['world']}-{info['stage']}" == stage
         assert (info["x_pos"], info["life"], info["coins"], info["score"]) == (40, 2, 0, 0)

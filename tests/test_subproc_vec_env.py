@@ -299,7 +299,8 @@ OTHER = r"need the same spaces, but environment 1 has .*, environment 0 \(Box"
 REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"env_fns": []}, ValueError, "at least one environment"),
     ({"num_workers": 0}, ValueError, "`num_workers` must be a positive or None, got 0"),
-    ({"max_concurrency": True}, ValueError, "`max_concurrency` must be an integer or None, got"),
+    ({"num_workers": True}, ValueError, "`num_workers` must be an integer or None, got"),
+    ({"max_concurrency": "2"}, ValueError, "`max_concurrency` must be an integer or None, got"),
     ({"on_worker_failure": "ignore"}, ValueError, "'raise' or 'restart', got 'ignore'"),
     ({"step_timeout": 0.0}, ValueError, "`step_timeout` must be a positive number of seconds or None, got 0.0"),
     ({"autoreset_mode": "Sometimes"}, ValueError, "Sometimes"),

@@ -1,5 +1,6 @@
 """What an environment's record says, for people: a dict, a text table, and a picture of the network."""
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,9 @@ from .scenario import (  # isort: skip
     ACCESS_LEVELS, ACTION_NAMES, ACTIVITIES, COMPROMISED, DECOYS, ENTERPRISE, EXPLOITS, FAILURE, HOSTS,
     RED_ACTIONS, RED_AGENTS, SUBNETS, SUBNET_OF, USER, USER0,
 )  # fmt: skip
+
+AGENT_TEXTS, ACTION_TEXTS = np.array(RED_AGENTS, object), np.array(ACTION_NAMES, object)
+RED_ACTION = ["red_action", "red_subnet", "red_target", "red_exploit", "red_success"]  # what makes up its text
 
 
 def describe(states: np.ndarray) -> dict[str, np.ndarray]:
@@ -18,15 +22,10 @@ def describe(states: np.ndarray) -> dict[str, np.ndarray]:
     `clearable` (N, 13) bool, whether Blue can end a red session there (see `Cage2VecEnv.true_state`); `decoys` (N, 13)
     uint8, bit k for decoy k of `DECOYS`. Arrays are copies.
     """
-    code = np.zeros(len(states), np.int64)  # one number for all that makes up a text, so that each is written once
-    for name in ("red_action", "red_subnet", "red_target", "red_exploit", "red_success"):
-        code = code * 64 + states[name] + 1
-    _, examples, which = np.unique(code, return_index=True, return_inverse=True)
-    texts = np.array([red_action_text(states[n]) for n in examples], object)
     return {
-        "red_agent": np.array(RED_AGENTS, object)[states["red_agent"]],
-        "blue_action": np.array(ACTION_NAMES, object)[states["blue_action"]],
-        "red_action": texts[which],
+        "red_agent": AGENT_TEXTS[states["red_agent"]],
+        "blue_action": ACTION_TEXTS[states["blue_action"]],
+        "red_action": np.array([red_action_text(*fields) for fields in states[RED_ACTION].tolist()], object),
         "red_access": states["red_access"].copy(),
         "clearable": states["clearable"].astype(np.bool_),
         "red_sessions": states["sessions"].copy(),
@@ -34,16 +33,17 @@ def describe(states: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-def red_action_text(state: Any) -> str:
+@cache
+def red_action_text(action: int, subnet: int, target: int, exploit: int, success: int) -> str:
     """Red's last action, its target, its exploit and whether it failed, as one phrase."""
-    text = RED_ACTIONS[state.red_action]
-    if state.red_subnet >= 0:
-        text += f" {SUBNETS[state.red_subnet]}"
-    if state.red_target >= 0:
-        text += f" {HOSTS[state.red_target]}"
-    if state.red_exploit >= 0:
-        text += f" by {EXPLOITS[state.red_exploit].name}"
-    return text + (" (failed)" if state.red_success == FAILURE else "")
+    text = RED_ACTIONS[action]
+    if subnet >= 0:
+        text += f" {SUBNETS[subnet]}"
+    if target >= 0:
+        text += f" {HOSTS[target]}"
+    if exploit >= 0:
+        text += f" by {EXPLOITS[exploit].name}"
+    return text + (" (failed)" if success == FAILURE else "")
 
 
 def decoy_names(decoys: int) -> list[str]:
@@ -63,7 +63,7 @@ def render_ansi(state: Any) -> str:
         f"Step {state.steps} of {state.max_steps}, red agent {RED_AGENTS[state.red_agent]}, "
         f"reward {reward:.1f}, return {episode_return:.1f}",
         f"Blue: {ACTION_NAMES[state.blue_action]}{' (failed)' if state.blue_success == FAILURE else ''}",
-        f"Red:  {red_action_text(state)}",
+        f"Red:  {red_action_text(*state[RED_ACTION].item())}",
         f"{'Host':<12}{'Subnet':<13}{'Red holds':<12}{'Blue sees':<10}{'Remembers':<12}Decoys",
     ]
     for host, name in enumerate(HOSTS):
@@ -182,5 +182,5 @@ def render_rgb(state: Any) -> np.ndarray:
     write(16, 422, "Blue", _BLUE, 13)
     write(52, 422, blue_text, size=13)
     write(266, 422, "Red", _RED, 13)
-    write(298, 422, red_action_text(state), size=13)
+    write(298, 422, red_action_text(*state[RED_ACTION].item()), size=13)
     return np.asarray(image.resize((WIDTH, HEIGHT), Image.Resampling.LANCZOS))
