@@ -134,8 +134,8 @@ RANGES = {  # lowest and highest values; None passes
 def check_ranges(args: Any) -> None:
     for names, (low, high) in RANGES.items():
         for name in names.split():
-            values = getattr(args, name, None)
-            within = all(x is None or low <= x <= high for x in (values if isinstance(values, tuple) else [values]))
+            values: Any = getattr(args, name, None)
+            within = all(x is None or low <= x <= high for x in np.atleast_1d(values))
             require(within, f"--{name.replace('_', '-')} must be from {low:g} to {high:g}, not {values}.")
 
 

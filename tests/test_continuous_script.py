@@ -201,7 +201,7 @@ def test_a_run_starts_from_the_policy_that_it_is_given(continuous: ModuleType, r
     assert after["statistics"]["count"] == pytest.approx(before["statistics"]["count"] + 4 + 64)  # a reset and steps
     assert after["run"]["global_step"] == 64
     with pytest.raises(continuous.UsageError, match="another network"):
-        run_tiny(init_from=str(start), hidden_sizes=(8,))
+        run_tiny(init_from=str(start), hidden_sizes=[8])
 
 
 def test_evaluation_is_repeatable_frozen_and_on_its_own_seeds(continuous: ModuleType, finished: Path) -> None:
