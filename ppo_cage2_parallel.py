@@ -68,7 +68,7 @@ class RunArgs:
     eval_every: int = 1_000_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 200  # episodes of an evaluation against each red agent, fixed seeds, deterministic actions
     save_every: int = 2_000_000  # environment steps between writes of latest.pt; 0: at evaluations and the end
-    track: str | None = None  # Weights & Biases project to log to as well (its WANDB_ENTITY, WANDB_RUN_GROUP work too)
+    track: str | None = None  # Weights & Biases project to log to as well (pip install wandb; WANDB_ENTITY works too)
 
 
 @dataclass
@@ -606,7 +606,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
-    require(path.is_file(), f"{path} is no file: --logdir is a run's folder, --checkpoint or --init-from a file.")
+    require(path.is_file(), f"{path} is no file; a run's --logdir has latest.pt and, once it was evaluated, best.pt.")
     try:
         require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)

@@ -61,7 +61,7 @@ class RunArgs:
     eval_every: int = 100_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 10  # episodes of an evaluation, with fixed seeds and deterministic actions
     save_every: int = 100_000  # environment steps between writes of latest.pt; 0: at evaluations and the end
-    track: str | None = None  # Weights & Biases project to log to as well (its WANDB_ENTITY, WANDB_RUN_GROUP work too)
+    track: str | None = None  # Weights & Biases project to log to as well (pip install wandb; WANDB_ENTITY works too)
 
 
 @dataclass
@@ -531,7 +531,7 @@ def save(path: Path, state: dict[str, Any]) -> None:
 
 def load(path: Path) -> dict[str, Any]:
     """Read a checkpoint: nothing in it is executed, and no module imported that it alone names."""
-    require(path.is_file(), f"{path} is no file: --logdir is a run's folder, --checkpoint or --init-from a file.")
+    require(path.is_file(), f"{path} is no file; a run's --logdir has latest.pt and, once it was evaluated, best.pt.")
     try:
         require(zipfile.ZipFile(path).testzip() is None, "wrong checksum")  # torch does not look at them
         state = torch.load(path, map_location="cpu", weights_only=True)
@@ -558,7 +558,7 @@ def load_policy(checkpoint: dict[str, Any], agent: Agent, statistics: RunningMea
 class PlayArgs:
     logdir: str | None = None  # run folder; not needed if --checkpoint is the path of a file
     checkpoint: str = "best"  # best, latest, or the path of a file: a name in --logdir, if that is given
-    env_id: str | None = None  # needed where the checkpoint's is a module:Id, which would run that module
+    env_id: str | None = None  # task to play; default: the checkpoint's, which you must name if it is module:Id
     episodes: int = 1  # episodes to play
     seed: int = 0  # seed of the first episode; episode i gets seed + i
     stochastic: bool = False  # sample the actions instead of taking the policy's mode
@@ -574,7 +574,7 @@ def play(options: PlayArgs) -> list[float]:
     check_ranges(options)
     path = Path(options.logdir or "", options.checkpoint.removesuffix(".pt") + ".pt")
     checkpoint = load(path)
-    args = Args(**checkpoint["args"] | HERE)
+    args = Args(**checkpoint["args"] | HERE | {"env_id": options.env_id or checkpoint["args"]["env_id"]})
     render_mode = "human" if options.render else "rgb_array" if options.save_gif else None
     vec_env = make_envs(args, 1, RunningMeanStd(), render_mode)
     agent = Agent(vec_env, args)

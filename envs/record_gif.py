@@ -32,7 +32,7 @@ class RecordGif(VectorWrapper):
     ) -> None:
         super().__init__(env)
         if env.render_mode != "rgb_array":
-            raise gym.error.Error(f"A film needs environments that draw (rgb_array), but these have {env.render_mode}.")
+            raise gym.error.Error(f"A film needs environments that draw: render_mode rgb_array, not {env.render_mode}.")
         self.folder, self.max_frames, self.prefix, self.size = Path(folder), max_frames, prefix, size
         render_fps = env.metadata.get("render_fps", fps)
         self.every = max(1, math.ceil(render_fps / fps))
