@@ -137,7 +137,7 @@ def check_ranges(args: Any) -> None:
     for names, (low, high) in RANGES.items():
         for name in names.split():
             values: Any = getattr(args, name, None)
-            within = all(x is None or low <= x <= high for x in np.atleast_1d(values))
+            within = all(x is None or low <= x <= high for x in (values if np.iterable(values) else [values]))
             require(within, f"--{name.replace('_', '-')} must be from {low:g} to {high:g}, not {values}.")
 
 

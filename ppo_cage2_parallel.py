@@ -135,7 +135,7 @@ def check_ranges(args: Any) -> None:
     for names, (low, high) in RANGES.items():
         for name in names.split():
             values: Any = getattr(args, name, None)
-            within = all(x is None or low <= x <= high for x in np.atleast_1d(values))
+            within = all(x is None or low <= x <= high for x in (values if np.iterable(values) else [values]))
             require(within, f"--{name.replace('_', '-')} must be from {low:g} to {high:g}, not {values}.")
 
 
@@ -647,10 +647,8 @@ class SearchArgs:
     fresh_policy_per_order: bool = False  # start each order's from random weights (they like --learning-rate 0.002)
 
 
-ROW = (  # of the table of orders, and what ends a run that compliance stops
-    "{workflow}: return {mean_return:.2f} +- {standard_error:.2f}, compliance {compliance:.3f}, strict "
-    "{strict_compliance:.3f}, confirmed: {confirmed}"
-)
+ROW = "{workflow}: return {mean_return:.2f} +- {standard_error:.2f}, compliance {compliance:.3f}, strict "
+ROW += "{strict_compliance:.3f}, confirmed: {confirmed}"  # of the table of orders, and of a run that compliance stops
 
 
 def search(options: SearchArgs, args: Args, signals: list[int] | None = None) -> list[dict[str, Any]]:
@@ -675,6 +673,9 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
         raise OSError(f"{path} is damaged: choose another --logdir.") from None
     changed = ", ".join(f"--{name.replace('_', '-')}" for name in names)
     require(not changed, f"{folder} holds a search with other values of {changed}: choose another --logdir.")
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError), open(path, "x") as file:  # what goes on has these settings
+        json.dump(saved, file)
 
     def run_args(name: str, **changes: Any) -> Args:
         return replace(args, logdir=str(folder / name), resume=(folder / name / "latest.pt").exists(), **changes)
@@ -705,8 +706,7 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
     if signals:
         print("The same search command goes on with all of it; a line above with --resume only with that one training.")
         return history
-    by_return = sorted(history, key=lambda x: -x["mean_return"])
-    print("\nOrders by return", *(ROW.format(**x) for x in by_return), sep="\n")
+    print("\nOrders by return", *(ROW.format(**x) for x in sorted(history, key=lambda x: -x["mean_return"])), sep="\n")
     return history
 
 

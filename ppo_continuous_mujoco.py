@@ -114,7 +114,7 @@ def check_ranges(args: Any) -> None:
     for names, (low, high) in RANGES.items():
         for name in names.split():
             values: Any = getattr(args, name, None)
-            within = all(x is None or low <= x <= high for x in np.atleast_1d(values))
+            within = all(x is None or low <= x <= high for x in (values if np.iterable(values) else [values]))
             require(within, f"--{name.replace('_', '-')} must be from {low:g} to {high:g}, not {values}.")
 
 
@@ -307,8 +307,8 @@ def make_envs(args: Args, num_envs: int, statistics: Any = None, render_mode: st
         require(is_vector, f"An {name} of {args.env_id} is {space}, no vector of floats: see docs/copying.md.")
     vec_env = ClipAction(vec_env)  # detail 27: only the environments see the clipped ones
     if statistics is None and args.norm_reward:  # details 30, 31; by the discount at the start
-        vec_env = NormalizeReward(vec_env, args.gamma)
-    training = args.norm_obs and statistics is None  # without --norm-obs they stay at mean 0, variance 1
+        vec_env = NormalizeReward(vec_env, args.gamma if args.gamma < 1 else 0.99)  # a sum without one grows for ever
+    training = args.norm_obs and statistics is None  # without --norm-obs they keep mean 0, variance 1, or --init-from's
     return NormalizeObservation(vec_env, statistics, training, 10.0 if args.norm_obs else math.inf)  # details 28, 29
 
 
@@ -423,7 +423,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         # --- advantages -----------------------------------------------------------------------------------------------
         gamma = 1 - (1 - args.gamma) / args.horizon_growth**progress
         if args.average_reward_rate is not None:  # differential values: r - average + V(s') - V(s), without gamma
-            share = args.average_reward_rate if run.rollouts > 0 else 1.0
+            share = args.average_reward_rate if run.average_reward else 1.0  # at first the mean itself
             run.average_reward += share * (rewards.mean().item() - run.average_reward)
             rewards, gamma = rewards - run.average_reward, 1.0
             # A fall is no end here: V(s') after it is the reset state's, which is the next row's, and it counts.

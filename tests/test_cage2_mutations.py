@@ -150,9 +150,7 @@ def test_the_unchanged_rules_pass_as_plain_python() -> None:
         ("BEST_EXPLOITS_FIRST", scenario.BEST_EXPLOITS_FIRST[::-1], "bline_nogreen_react"),
     ],
 )
-def test_replay_catches_a_wrong_probability(
-    monkeypatch: pytest.MonkeyPatch, table: str, wrong: object, recording: str
-) -> None:
+def test_replay_sees_a_wrong_chance(monkeypatch: pytest.MonkeyPatch, table: str, wrong: object, recording: str) -> None:
     """Injected outcomes hide the simulator's own probabilities; the frequencies of the recording tell on them."""
     path = SAMPLE / f"{recording}.npz"
     assert replay(path)["draw_rates"][1] == 0

@@ -243,7 +243,7 @@ def test_a_copy_judges_its_own_games(cage2: ModuleType) -> None:
 def test_games_in_processes_are_judged_alike(cage2: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     """They tell the true state in their infos; through the end of an episode, and of a saved state."""
     settings: dict[str, Any] = {"num_workers": 1, "workflow": "any", "max_steps": 30, "red_agent": "b_line"}
-    make_env = cage2.make_env
+    settings["on_worker_failure"], make_env = "restart", cage2.make_env
     both, rng, total = [games(cage2, 3, 4, **settings)], np.random.default_rng(0), np.zeros(4, int)
     monkeypatch.setattr(cage2, "make_env", lambda *args: gym.Wrapper(make_env(*args)))
     both.append(games(cage2, 3, 4, **settings))
@@ -262,6 +262,11 @@ def test_games_in_processes_are_judged_alike(cage2: ModuleType, monkeypatch: pyt
                         vec_env.step(np.zeros(3, int))
                     vec_env.set_state(state)
         assert (total > 0).all()
+        both[1].reset()
+        both[1].unwrapped._pool.workers[0].process.kill()
+        infos = both[1].step(np.zeros(3, int))[4]
+        assert infos["worker_restarted"].all()
+        assert not infos["alignment"].any()  # an episode lost with its worker is not blamed for having no fix
     finally:
         both[1].close()
     monkeypatch.setattr(cage2, "make_env", lambda *args: gym.Wrapper(make_env(cage2.Args(), *args[1:])))
@@ -458,13 +463,13 @@ def test_a_search_is_made_of_its_options_and_of_the_flags_of_training(
         assert (code, "leave out --resume, --workflow" in err) == (2, True)
 
 
-def test_an_order_whose_training_was_stopped_is_not_judged(
-    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stopped_order_is_not_judged(cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     signals: list[int] = []
     monkeypatch.setattr(cage2, "train", lambda args, signals: signals.append(signal.SIGINT))
-    options = cage2.SearchArgs(n_workflows=2, fresh_policy_per_order=True)
-    assert cage2.search(options, tiny_args(cage2, tmp_path, workflow="any"), signals) == []
+    options, args = cage2.SearchArgs(fresh_policy_per_order=True), tiny_args(cage2, tmp_path, workflow="any")
+    assert cage2.search(options, args, signals) == []
+    with pytest.raises(cage2.UsageError, match="other values of --gp-scale"):
+        cage2.search(replace(options, gp_scale=0.9), args)
 
 
 def test_a_search_killed_anywhere_goes_on_and_ends_alike(cage2: ModuleType, tmp_path: Path) -> None:

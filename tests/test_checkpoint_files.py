@@ -242,9 +242,7 @@ def test_files_that_cannot_be_written_end_in_one_sentence(
         assert (code, err.count("\n"), logdir in err) == (1, 1, True), err
 
 
-def test_files_that_are_no_text_cost_no_run(
-    script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_files_of_no_text_cost_no_run(script: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """In the folder of a run that goes on, and in its neighbours."""
     logdir = Path(tiny_runner(script, tmp_path)()["logdir"])
     for name in ("progress.csv", "config.json", "best.json"):

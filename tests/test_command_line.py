@@ -211,9 +211,7 @@ def test_what_is_wrong_is_said_in_one_sentence(script: ModuleType, main: Main, t
 @pytest.mark.parametrize(
     ("flags", "redirection", "code"), [("xyz", ">&-", 2), ("xyz", "| head -1", 2), ("InvertedPendulum-v5", ">&-", 0)]
 )
-def test_closed_outputs_leave_the_exit_code(
-    continuous: ModuleType, tmp_path: Path, flags: str, redirection: str, code: int
-) -> None:
+def test_outputs_may_be_closed(continuous: ModuleType, tmp_path: Path, flags: str, redirection: str, code: int) -> None:
     command = f"{sys.executable} {continuous.__file__} --configs debug --num-envs 2 --total-timesteps 256 --logdir run"
     command = f"{command} --env-id {flags} {redirection}"
     result = subprocess.run(["bash", "-o", "pipefail", "-c", command], cwd=tmp_path, text=True, capture_output=True,

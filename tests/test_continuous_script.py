@@ -80,6 +80,8 @@ def test_average_reward_mode_subtracts_a_running_average_and_does_not_discount(
         assert float(targets.mean()) == pytest.approx(progress["rollout/mean_reward"][i] - rho, abs=1e-4)
     assert len(calls) == 5
     assert rho < -0.5
+    both = [columns(run_tiny(average_reward_rate=0.1, gamma=gamma)["logdir"]) for gamma in (0.99, 1.0)]
+    assert both[0]["train/average_reward"] == both[1]["train/average_reward"]  # normalised as with 0.99
 
 
 def test_the_horizon_grows_over_the_run(continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:

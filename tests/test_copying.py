@@ -126,9 +126,7 @@ def test_a_reward_wrapper_acts_in_training_and_in_evaluation(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("recipe", "env_id", "inputs"), [("observation_wrapper", "Reacher-v5", 11), ("dict_observation", "Dict-v0", 3)]
 )
-def test_an_observation_wrapper_acts_in_training_and_in_evaluation(
-    recipe: str, env_id: str, inputs: int, tmp_path: Path
-) -> None:
+def test_an_observation_wrapper_acts_also_in_evaluation(recipe: str, env_id: str, inputs: int, tmp_path: Path) -> None:
     script = copy_with(recipe, tmp_path)
     result, _ = train(script, tmp_path / "run", env_id=env_id)
     checkpoint = torch.load(tmp_path / "run" / "latest.pt", weights_only=True)

@@ -38,9 +38,7 @@ def test_a_checkpoint_holds_only_what_play_needs() -> None:
 
 
 @pytest.mark.skipif("fceumm" not in available_backends(), reason="they have learnt on FCEUmm: make fceumm")
-def test_the_table_of_stages_marks_what_a_network_was_trained_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_table_of_stages_marks_what_a_net_was_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(common, "QUICK_RESULTS", tmp_path)
     zoo.write_stages([ROOT / "zoo" / "Mario-1-1.pt"], ("1-1", "8-1"), episodes=5)
     page = (tmp_path / "mario_stages.md").read_text()

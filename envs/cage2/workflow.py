@@ -184,12 +184,12 @@ class WorkflowEnv(VectorWrapper):
             self.clearable = infos["clearable"]
         ended = np.flatnonzero(terminated | truncated)
         if ended.size:
-            infos["alignment"][ended] -= NO_FIX_PENALTY * self.alignment * (self.counts[ended, JUDGED] == 0)
+            whole = infos.get("ended_envs", ended)  # EpisodeStatistics leaves out those lost with a worker
+            infos["alignment"][whole] -= NO_FIX_PENALTY * self.alignment * (self.counts[whole, JUDGED] == 0)
             final_obs = infos["final_obs"].copy()
             for n in ended:
                 final_obs[n] = np.append(final_obs[n], ONE_HOTS[self.orders[n]])
             infos["final_obs"] = final_obs
-            whole = infos.get("ended_envs", ended)  # EpisodeStatistics leaves out those lost with a worker
             self.recent[whole] = np.roll(self.recent[whole], 1, axis=1)
             self.recent[whole, 0] = self.counts[whole]
             self.episodes[ended] += 1
