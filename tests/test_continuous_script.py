@@ -82,6 +82,10 @@ def test_average_reward_mode_subtracts_a_running_average_and_does_not_discount(
     assert rho < -0.5
     both = [columns(run_tiny(average_reward_rate=0.1, gamma=gamma)["logdir"]) for gamma in (0.99, 1.0)]
     assert both[0]["train/average_reward"] == both[1]["train/average_reward"]  # normalised as with 0.99
+    flags = f"--resume --logdir {run_tiny(norm_reward=False)['logdir']} --average-reward-rate 0.1 --total-timesteps 320"
+    later = columns(continuous.train(continuous.parse_args(flags.split()))["logdir"])
+    first = later["train/average_reward"].count(0.0)  # as many updates were without
+    assert later["train/average_reward"][first] == pytest.approx(later["rollout/mean_reward"][first], rel=1e-5)
 
 
 def test_the_horizon_grows_over_the_run(continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
