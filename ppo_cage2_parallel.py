@@ -674,8 +674,8 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
     changed = ", ".join(f"--{name.replace('_', '-')}" for name in names)
     require(not changed, f"{folder} holds a search with other values of {changed}: choose another --logdir.")
     folder.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(FileExistsError), open(path, "x") as file:  # what goes on has these settings
-        json.dump(saved, file)
+    path.with_suffix(".tmp").write_text(json.dumps(saved, indent=1))  # what goes on has these settings
+    os.replace(path.with_suffix(".tmp"), path)
 
     def run_args(name: str, **changes: Any) -> Args:
         return replace(args, logdir=str(folder / name), resume=(folder / name / "latest.pt").exists(), **changes)
@@ -700,7 +700,7 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
         record = {"workflow": order_args.workflow, "confirmed": result["compliant"], "steps": result["global_step"]}
         history.append(record | {"run": name} | judged)
         tried.append(order)
-        path.with_suffix(".tmp").write_text(json.dumps({"settings": settings, "history": history}, indent=1))
+        path.with_suffix(".tmp").write_text(json.dumps(saved, indent=1))  # `history` is in it
         os.replace(path.with_suffix(".tmp"), path)
         print(ROW.format(**history[-1]))
     if signals:

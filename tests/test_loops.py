@@ -237,7 +237,7 @@ def test_there_are_exactly_num_updates_with_their_rates_and_evaluations(
     assert (np.flatnonzero(np.isfinite(progress["eval/mean_return"])) + 1).tolist() == evaluated
 
 
-def test_best_is_deterministically_best(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_best_is_of_deterministic_actions(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second of three here; sampled actions would be better still."""
     name = "score" if hasattr(script, "score") else "evaluate"
     original, values = getattr(script, name), iter([1.0, 3.0, 2.0])
