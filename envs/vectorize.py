@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -34,7 +35,8 @@ def vectorize(
     further wrapper and is not rendered; in one loop if its class itself (not one that it inherits from) has a method
     `vectorized(num_envs)`; by `SubprocVecEnv` otherwise. `num_workers` is the number of threads or
     processes (None: one for each CPU); the other arguments are those of `SubprocVecEnv` and act there alone.
-    `unwrapped.spec` is that of the environment, with its time limit. Raises what `env_fn` raises.
+    `unwrapped.spec` is that of the environment, with its time limit. Raises what `env_fn` raises, and
+    gymnasium.error.Error if a window is asked for where there is no display.
     """
     env = env_fn()
     vec_env: VectorEnv
@@ -43,6 +45,9 @@ def vectorize(
     elif "vectorized" in vars(type(env)):
         vec_env = env.vectorized(num_envs)  # type: ignore[attr-defined]
     else:
+        draws = env.render_mode == "human" and "ansi" not in env.metadata["render_modes"]  # others print to the terminal
+        if draws and not os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}:
+            raise gym.error.Error("There is no display to open a window on; a film needs none (--save-gif).")
         env_fns = [lambda: follow_robot(env_fn())] * num_envs
         vec_env = SubprocVecEnv(
             env_fns, num_workers, context="fork", autoreset_mode=AutoresetMode.SAME_STEP,

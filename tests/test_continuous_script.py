@@ -118,9 +118,7 @@ def test_the_best_average_is_kept(run_tiny: Run) -> None:
     assert progress["train/best_LTA"] == list(np.maximum.accumulate(averages))
 
 
-def test_the_critic_can_have_a_learning_rate_of_its_own(
-    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_critics_learning_rate(continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Adam's first step moves every weight with a gradient by its learning rate; both fall alike."""
     calls = spy(monkeypatch, continuous, "take_steps")
     settings = {"num_minibatches": 1, "update_epochs": 1, "log_std_init": -1.0, "total_timesteps": 128}
@@ -288,6 +286,7 @@ def test_gifs_have_the_pictures_the_size_and_the_speed_that_were_asked_for(
             assert (gif.size, getattr(gif, "n_frames", 1)) == ((320, 213), pictures)
             assert (gif.info["duration"], gif.info["loop"]) == (duration, 0)
         assert len(list((tmp_path / "gifs").iterdir())) == 2
+    monkeypatch.setenv("DISPLAY", ":0")  # so that it gets as far as to film
     code, _, err = run_main(*argv, "--render")
     assert (code, "A film needs environments that draw" in err) == (2, True), err
 

@@ -38,12 +38,15 @@ def test_plain_mujoco_tasks_are_stepped_by_threads_and_all_else_by_processes(nam
     vec_env.close()
 
 
-def test_arguments_reach_the_processes_and_errors_of_the_environment_the_caller() -> None:
+def test_arguments_reach_the_processes_and_errors_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
     vec_env: Any = vectorize(partial(gym.make, "KnownValues-v0"), 3, 2, 7.0, "restart").env
     assert (vec_env.num_workers, vec_env._pool.step_timeout, vec_env.on_worker_failure) == (2, 7.0, "restart")
     vec_env.close()
     with pytest.raises(gym.error.NameNotFound, match="Hoper"):
         vectorize(partial(gym.make, "Hoper-v5"), 2)
+    monkeypatch.setattr(os, "environ", {})
+    with pytest.raises(gym.error.Error, match="There is no display"):
+        vectorize(partial(gym.make, "Hopper-v5", render_mode="human"), 1)
 
 
 def test_returns_and_lengths_are_those_of_each_episode_also_in_the_step_that_ends_it() -> None:

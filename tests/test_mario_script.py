@@ -240,9 +240,7 @@ def test_the_policy_of_another_emulator_is_refused(mario: ModuleType, run: Path,
         mario.train(tiny_args(mario, tmp_path / "other", backend=other, init_from=str(start)))
 
 
-def test_an_episode_that_is_lost_with_its_worker_is_not_counted(
-    mario: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_lost_episode_is_not_counted(mario: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each time limit says so here; the game itself goes on from its reset."""
     make_envs = mario.make_envs
 

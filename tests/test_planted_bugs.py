@@ -173,7 +173,7 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
             "progress = (run.global_step + args.batch_size) /",
         ),
     },
-    "test_continuous_script::test_the_critic_can_have_a_learning_rate_of_its_own": {
+    "test_continuous_script::test_the_critics_learning_rate": {
         "the critic's learning rate is everybody's": ('name.startswith("critic")', "True"),
     },
     "test_continuous_script::test_the_kl_limit_ends_an_update": {
