@@ -81,7 +81,7 @@ class EpisodeStatistics(VectorWrapper):
             return False
         try:
             self.env.set_state(state["env"])  # type: ignore[attr-defined]
-        except (LookupError, TypeError, ValueError) as error:  # and no worker that is lost
+        except (AttributeError, LookupError, TypeError, ValueError) as error:  # and no worker that is lost
             raise gym.error.Error(f"The saved environments are not these (flags, make_env): {error}") from error
         self.returns, self.lengths = np.array(state["returns"]), np.array(state["lengths"])
         return True

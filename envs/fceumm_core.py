@@ -17,7 +17,6 @@ from PIL import Image
 from envs.nes_common import (
     DOWN,
     GRAY,
-    INSTALL,
     LEFT,
     RAM_SIZE,
     RIGHT,
@@ -80,7 +79,7 @@ class _FceummLibrary:
         game = _GameInfo(str(rom_path()).encode(), rom, len(rom), None)
         self._keep_alive += [game, rom]
         if not library.retro_load_game(ctypes.byref(game)):
-            raise MarioBackendError(f"FCEUmm does not accept the cartridge {rom_path()}; {INSTALL['fceumm']}")
+            raise MarioBackendError(f"FCEUmm does not accept the cartridge {rom_path()}")
         library.retro_get_memory_data.restype = ctypes.c_void_p
         library.retro_serialize_size.restype = ctypes.c_size_t
         library.retro_serialize.argtypes = library.retro_unserialize.argtypes = [address, size]

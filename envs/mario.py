@@ -208,8 +208,8 @@ class MarioEnv(gym.Env[np.ndarray, Any]):
             if self.sticky_action_probability == 0 or self.np_random.random() >= self.sticky_action_probability:
                 self._held_buttons = buttons
             death, goal, waited = game.frame(self._held_buttons)
-            if waited:  # in frames without buttons, so that what was held has been let go
-                self._held_buttons = 0
+            if waited:  # in frames without buttons, so that what was held has been let go; the scene may be another
+                self._held_buttons, last_but_one = 0, None
             if death or goal:
                 break
             if self.max_pool and frame == self.skip - 2:

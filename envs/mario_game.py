@@ -19,7 +19,7 @@ _PLAYER_STATE, _FLOAT_STATE, _ENEMIES, _PAGE, _X, _Y_HIGH = 0x0E, 0x1D, slice(0x
 _ENEMY_DATA_LOW, _ENEMY_DATA_HIGH, _SWIMMING, _IN_THE_CLOUDS = 0xE9, 0xEA, 0x704, 0x743
 _CHANGE_AREA_TIMER, _STATUS, _LIVES, _STAGE, _WORLD = 0x6DE, 0x756, 0x75A, 0x75C, 0x75F
 _AREA, _GAME_MODE, _TASK, _PRELEVEL_TIMER = 0x760, 0x770, 0x772, 0x7A0
-_SCORE, _COINS, _CLOCK = slice(0x7DE, 0x7E4), slice(0x7ED, 0x7EF), slice(0x7F8, 0x7FB)
+_SCORE, _COINS, _CLOCK = slice(0x7DE, 0x7E3), slice(0x7ED, 0x7EF), slice(0x7F8, 0x7FB)
 
 _LOSING_A_LIFE, _DYING, _UNDER_CONTROL = 6, 11, 8
 _BUSY = (0, 1, 2, 3, 4, 5, 7)  # entering an area, a pipe, a vine or the castle: the controller is ignored

@@ -89,9 +89,10 @@ class NormalizeObservation(VectorWrapper):
         return clip(scaled, -self.clip, self.clip).astype(np.float32)
 
     def reset(self, *, seed=None, options=None):
+        begun = (options or {}).get("reset_mask", slice(None))
         obs, infos = self.env.reset(seed=seed, options=options)
         if self.training:
-            self.statistics.update(obs)
+            self.statistics.update(obs[begun])
         return self.normalize(obs), infos
 
     def step(self, actions):
@@ -131,8 +132,9 @@ class NormalizeReward(VectorWrapper):
         self.returns = np.zeros(self.num_envs)
 
     def reset(self, *, seed=None, options=None):
+        begun = (options or {}).get("reset_mask", slice(None))
         obs, infos = self.env.reset(seed=seed, options=options)
-        self.returns[:] = 0.0
+        self.returns[begun] = 0.0
         return obs, infos
 
     def step(self, actions):

@@ -70,8 +70,9 @@ class QueueEnv(gymnasium.Env):
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         n = len(self.backlog)
-        queue = np.argmax([0.0, *action]) if self.continuous else action
-        if queue not in range(n):
+        fits = np.shape(action) == self.action_space.shape
+        queue = np.argmax([0.0, *action]) if fits and self.continuous else action
+        if not fits or queue not in range(n):
             raise ValueError(f"action {action}: the queues are 0 to {n - 1}.")
         turning, self.place = self.setup and queue != self.place, int(queue)
         draws = self.np_random.random(n + 1)

@@ -45,7 +45,7 @@ def vectorize(
     elif "vectorized" in vars(type(env)):
         vec_env = env.vectorized(num_envs)  # type: ignore[attr-defined]
     else:
-        draws = env.render_mode == "human" and "ansi" not in env.metadata["render_modes"]  # others print to the terminal
+        draws = env.render_mode == "human" and "ansi" not in env.metadata["render_modes"]  # others print a text
         if draws and not os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}:
             raise gym.error.Error("There is no display to open a window on; a film needs none (--save-gif).")
         env_fns = [lambda: follow_robot(env_fn())] * num_envs

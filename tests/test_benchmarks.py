@@ -262,9 +262,7 @@ def test_runs_are_cut_resumed_judged_and_not_repeated(tmp_path: Path, program: A
     assert re.search(r"\| 1, 2, 3 \| [0-9a-f]{7}\+? \| 1\.3 \|", page)  # the commit, and a + if it has changes
 
 
-def test_a_run_that_fails_is_named_and_seeds_of_another_command_are_dropped(
-    tmp_path: Path, program: Any, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_failed_runs_are_named_others_dropped(tmp_path: Path, program: Any, capsys: pytest.CaptureFixture[str]) -> None:
     script = str(tmp_path / "stand_in.py")
     assert program("--seeds", "1", "2", "--", script, "--wrong")[0] == 1
     error = f"error: x, {script} --wrong, seed 1, ended with exit code 1: error: --wrong is wrong.\n"

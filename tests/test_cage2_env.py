@@ -274,6 +274,7 @@ def test_what_does_not_fit_or_is_outside_an_episode_is_refused() -> None:
             env.render()
     ended.step(0)
     restored.set_state(many.get_state())
+    single.set_state(Cage2VecEnv(1).get_state())  # of a game that has not begun
     for env, action in ((single, 0), (ended, 0), (many, SLEEP), (restored, SLEEP)):
         with pytest.raises(ResetNeeded):
             env.step(action)  # type: ignore[attr-defined]

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import re
+import signal
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import gymnasium as gym
 import numpy as np
@@ -19,9 +22,10 @@ import PIL.Image
 import pytest
 import torch
 
-from envs.cage2 import ACTION_NAMES, DECOYS, HOSTS, Cage2VecEnv
-from envs.cage2.memory import DECOY_SLOTS
+from envs.cage2 import ACTION_NAMES, DECOYS, HOSTS, Cage2Env, Cage2VecEnv
+from envs.cage2.memory import DECOY_SLOTS, Memory
 from envs.cage2.scores import summarize
+from envs.vectorize import vectorize
 from tests.conftest import assert_same, command_line, tiny_args
 
 
@@ -182,6 +186,12 @@ def test_a_finite_horizon_terminates_and_shows_the_time(cage2: ModuleType) -> No
         shown = infos["final_obs"][0] if step == 10 else obs[0]
         assert shown[-1] == np.float32(step / 10)
     assert obs[0, -1] == 0
+    games: Any = vectorize(lambda: gym.Wrapper(Cage2Env()), 2, 2, 60.0, "restart")
+    lost = Memory(games, True, (), 100)
+    lost.reset(seed=0)
+    os.kill(games.env._pool.workers[0].process.pid, signal.SIGKILL)
+    assert [x.tolist() for x in lost.step(np.zeros(2, int))[2:4]] == [[False, False], [True, False]]
+    lost.close()
 
 
 # ---- evaluation, runs, playing --------------------------------------------------------------------------------------

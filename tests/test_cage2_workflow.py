@@ -316,9 +316,7 @@ STOPS: dict[str, tuple[float, Any, dict[str, Any], range | None]] = {
 
 
 @pytest.mark.parametrize("name", STOPS)
-def test_training_stops_when_the_evaluation_confirms_compliance(
-    cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
+def test_compliance_ends_a_run(cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     evaluated, sampled_comply, values, stop = STOPS[name]
     score, falling = cage2.score, itertools.count(0, -1)
     monkeypatch.setattr(

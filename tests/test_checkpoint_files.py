@@ -28,9 +28,7 @@ def state_of(script: ModuleType, number: int = 1) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def test_a_checkpoint_comes_back_as_it_was_and_outlives_a_disk_that_refuses(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_checkpoint_outlives_a_full_disk(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, state = tmp_path / "latest.pt", state_of(script)
     script.save(path, state)
     assert [p.name for p in tmp_path.iterdir()] == ["latest.pt"]
@@ -233,9 +231,7 @@ def test_a_run_is_neither_overwritten_nor_hurt_by_a_refused_resume(script: Modul
     assert run(logdir=logdir, resume=True, total_timesteps=steps)["global_step"] == steps
 
 
-def test_files_that_cannot_be_written_end_in_one_sentence(
-    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_files_that_cannot_be_written(script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "file").write_text("no folder")
     for logdir in ("/proc/nothing", str(tmp_path / "file")):
         code, _, err = command_line(script, capsys)("--configs", "debug", "--no-compile", "--logdir", logdir)

@@ -65,9 +65,7 @@ def test_returns_are_the_tasks_own_whatever_the_normalisers_do(run_tiny: Run, mo
         assert progress["eval/mean_return"][-1] == progress["eval/mean_length"][-1] == result["mean_return"]
 
 
-def test_average_reward_mode_subtracts_a_running_average_and_does_not_discount(
-    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_average_reward_mode(continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """rho starts at the first rollout's mean reward, then moves a tenth of the way to each new one."""
     calls = spy(monkeypatch, continuous, "compute_gae")
     values = {"total_timesteps": 320, "reset_steps": None, "gamma": 0.5}
@@ -95,9 +93,7 @@ def test_the_horizon_grows_over_the_run(continuous: ModuleType, run_tiny: Run, m
     assert [1 / (1 - gamma) for (*_, gamma, _), _ in calls] == pytest.approx([10, 20, 40, 80])
 
 
-def test_with_an_average_reward_life_goes_on_after_a_fall(
-    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_fall_ends_an_average_reward(continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a fall would be worth the average, and so more than a hard step: the value of 0 is that of earning rho. A
     fall in the step of the time limit is a fall."""
     calls = spy(monkeypatch, continuous, "compute_gae")
@@ -264,9 +260,7 @@ def test_play_plays_the_policy_and_the_statistics_of_the_checkpoint(continuous: 
     assert sampled == again != returns
 
 
-def test_gifs_have_the_pictures_the_size_and_the_speed_that_were_asked_for(
-    finished: Path, run_main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gifs_are_as_asked_for(finished: Path, run_main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As KnownValues-v0 shows 20 pictures a second, 10 are every second of its steps."""
     monkeypatch.setattr(
         known_values.SmallEnv, "render", lambda self: np.full((400, 600, 3), int(self.state[0]) * 30, np.uint8)

@@ -88,6 +88,16 @@ def test_a_reset_by_mask_begins_episodes_only_where_it_resets() -> None:
     assert vec_env.returns.tolist() == [4.0, 0.0, 4.0]
 
 
+def test_the_saved_state_of_other_wrappers_is_refused() -> None:
+    kinds = (gym.wrappers.NormalizeObservation, gym.wrappers.ClipAction)
+    saved, other = (vectorize(partial(lambda kind: kind(gym.make("Poison-v0")), kind), 1, 1) for kind in kinds)
+    saved.reset(seed=1)
+    with pytest.raises(gym.error.Error, match="The saved environments are not these"):
+        other.set_state(saved.get_state())
+    saved.close()
+    other.close()
+
+
 class BadEnd(SmallEnv):
     """The observation that its first episode ends with is not finite; it ends as told."""
 

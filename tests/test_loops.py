@@ -334,9 +334,7 @@ def test_equal_seeds_give_equal_runs_and_different_ones_do_not(script: ModuleTyp
     assert any(not torch.equal(x, y) for x, y in zip(other.values(), first.values(), strict=True))
 
 
-def test_evaluations_and_checkpoints_are_as_many_as_asked_for(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_how_often_is_evaluated_and_saved(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = tiny_args(script, tmp_path).batch_size
     saved, made = spy(monkeypatch, script, "save"), spy(monkeypatch, script, "make_envs")
     for save_every, expected in ((batch, 3), (0, 2)):  # 0: after the first update, and at the end

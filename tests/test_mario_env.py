@@ -227,6 +227,10 @@ def test_max_pool_takes_the_brighter_of_the_last_two_frames(fceumm: str) -> None
         assert np.abs(observation.transpose(1, 2, 0) - expected).max() < 2.0
         moved += not np.array_equal(pictures[-2], pictures[-1])
     assert moved >= 5
+    whole = begin("full", fceumm, max_pool=True, full_info=True)
+    while not (step := whole.step(WALK))[4]["death"]:
+        pass
+    assert_same(step[0][-1:], whole._look())  # the next life's first screen, and nothing of the last one's
 
 
 def test_mask_score_blanks_the_top_rows_only(fceumm: str) -> None:
@@ -288,7 +292,7 @@ ENDINGS = {
     "the goal of 1-1": Ending("1-1", [], "flag_get", range(3161, 3162)),
     "the goal of 1-4": Ending("1-4", [], "flag_get", range(2259, 2260)),
     "a Goomba": Ending("1-1", [RUN] * 60, "death", range(250, 350)),
-    "a pit": Ending("1-1", INTO_THE_FIRST_PIT, "death", range(1100, 1140)),
+    "a pit": Ending("1-1", INTO_THE_FIRST_PIT, "death", range(1100, 1140), facts={"score": 100}),  # of one Goomba
     "standing still": Ending("1-1", [NOOP] * 20, "stuck", range(40, 41), facts={"life": 2}),
     "a pipe in the way": Ending("1-1", TO_THE_FIRST_PIPE, "stuck", range(434, 435)),
     "the game's clock": Ending("1-1", [NOOP] * 200, "death", range(40, 41), TIME_20, {"time": 0}),

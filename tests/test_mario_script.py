@@ -185,9 +185,7 @@ def test_a_run_leaves_its_record(mario: ModuleType, run: Path) -> None:
 
 
 @pytest.mark.parametrize(("success", "expected"), [(math.nan, 4), (0.8, 4), (0.9, 2)])
-def test_minibatches_are_larger_while_four_in_five_episodes_reach_the_flag(
-    mario: ModuleType, tmp_path: Path, success: float, expected: int
-) -> None:
+def test_minibatches_grow_above_80_percent(mario: ModuleType, tmp_path: Path, success: float, expected: int) -> None:
     args = tiny_args(mario, tmp_path, total_timesteps=16)  # 4 minibatches, and no episode ends
     mario.train(args)
     state = mario.load(tmp_path / "latest.pt")
@@ -198,9 +196,7 @@ def test_minibatches_are_larger_while_four_in_five_episodes_reach_the_flag(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_rollouts_success_rate_is_the_share_of_its_episodes_that_reach_the_flag(
-    mario: ModuleType, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollout_success_rate(mario: ModuleType, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One game plays a recorded run to the flag; the other stands still, which ends its episodes without one."""
     require(backend)
     recorded = decode(GOAL_RUNS[backend, "1-1"])
@@ -321,9 +317,7 @@ def test_an_ended_episode_earns_nothing_more(mario: ModuleType, tmp_path: Path) 
     assert returns[0] == play_out(mario, Scripted([RUN] * 60), tmp_path, 1, **still)[0][0]
 
 
-def test_play_prints_each_episode_and_films_the_stage_that_it_is_asked_for(
-    mario: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_play_films_the_stage(mario: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Same seed, same waiting: only the stage can make the pictures differ."""
     main = command_line(mario, capsys)
     argv = ["play", "--logdir", str(run), "--checkpoint", "latest", "--save-gif", "--gif-dir"]

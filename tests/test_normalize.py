@@ -82,6 +82,9 @@ def test_observations_are_scaled_by_what_was_seen_so_far_and_final_ones_too_with
             num_ended += 1
         (ours, _, _, _, infos), (raw, _, _, _, raw_infos) = wrapped.step(ACTIONS), plain.step(ACTIONS)
     assert num_ended > 10
+    count = wrapped.statistics.count
+    wrapped.reset(options={"reset_mask": np.arange(NUM_ENVS) == 0})
+    assert wrapped.statistics.count == count + 1
 
 
 def test_extreme_observations_are_clipped_to_the_limit() -> None:
@@ -130,6 +133,8 @@ def test_rewards_are_divided_by_the_deviation_of_the_discounted_return_which_sta
         np.testing.assert_equal(wrapped.statistics.get_state(), reference.get_state())
     assert num_ended > 10
     assert 0 < num_clipped < 40
+    wrapped.reset(options={"reset_mask": np.arange(NUM_ENVS) == 0})
+    assert np.flatnonzero(wrapped.returns == 0).tolist() == [0, *np.flatnonzero(returns[1:] == 0) + 1]
     wrapped.reset()
     assert not wrapped.returns.any()
 

@@ -185,7 +185,7 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
             "rewards = rewards - run.average_reward",
         ),
     },
-    "test_continuous_script::test_with_an_average_reward_life_goes_on_after_a_fall": {
+    "test_continuous_script::test_no_fall_ends_an_average_reward": {
         "a fall ends the average-reward mode's life": (
             "torch.zeros_like(terminated), truncated * (1 - terminated)",
             "terminated, truncated * (1 - terminated)",

@@ -115,3 +115,5 @@ def test_an_impossible_task_or_queue_is_refused() -> None:
     for action in (-1, 2, 1.9):
         with pytest.raises(ValueError, match=f"action {action}: the queues are 0 to 1"):
             begun().step(action)
+    with pytest.raises(ValueError, match="the queues are 0 to 1"):
+        begun(continuous=True).step([1.0, 0.0])

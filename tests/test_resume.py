@@ -249,9 +249,7 @@ def test_the_command_line_resumes_a_run(continuous: ModuleType, run_main: Any, t
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=lambda x: str(int(x)))
 @pytest.mark.parametrize("eval_every", [0, 64])
-def test_a_signal_ends_the_run_cleanly_and_it_can_go_on(
-    continuous: ModuleType, tmp_path: Path, signum: int, code: int, eval_every: int
-) -> None:
+def test_a_signal_ends_the_run(continuous: ModuleType, tmp_path: Path, signum: int, code: int, eval_every: int) -> None:
     """Before the first evaluation and after it: the update under way is finished and saved; the end is the same. As
     Ctrl-C in a terminal does, the signal reaches the workers too."""
     logdir, output = tmp_path / "run", tmp_path / "output.txt"

@@ -348,9 +348,7 @@ STUBBORN = partial(FaultyEnv, "hang", "close")
     [(HANGS, {"timeout": 1.0}, True), (STUBBORN, {"timeout": 1.0}, True), (HANGS, {"terminate": True}, False)],
 )
 @pytest.mark.parametrize("place", [0, 1])
-def test_an_environment_that_hangs_keeps_no_other_from_closing(
-    env_fn: Any, kwargs: dict[str, Any], others_close: bool, place: int, tmp_path: Path
-) -> None:
+def test_hangs_and_closing(env_fn: Any, kwargs: dict[str, Any], others_close: bool, place: int, tmp_path: Path) -> None:
     env_fns: list[Any] = [partial(FaultyEnv, "nothing", "close", tmp_path / "closed")]
     env_fns.insert(place, env_fn)
     envs = SubprocVecEnv(env_fns, 2)

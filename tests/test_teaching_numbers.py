@@ -71,9 +71,7 @@ def test_gae_over_the_interleaved_list_is_another_thing(script: ModuleType) -> N
     assert float(of_environment_0[0]) < 0 < float(advantages_of_the_example(script, 0.99, 0.95)[0, 0])
 
 
-def test_interleaved_order_and_minibatches_of_the_example(
-    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_order_of_the_parallel_example(continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Flattening (steps, envs) puts the environments side by side: s0e0, s0e1, s1e0, ... Of that the example's
     permutation makes two minibatches."""
     gae_calls, calls = spy(monkeypatch, continuous, "compute_gae"), spy(monkeypatch, continuous, "take_steps")
@@ -346,9 +344,7 @@ class GrowingQueue(SmallEnv):
         return self.observe(), -self.state[0], False, False, {}
 
 
-def test_a_reward_divided_by_time_hides_a_growing_queue(
-    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_scaling_hides_growth(continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """A backlog of 10, 20, ..., 100 in steps 1 ... 10 becomes a flat -10, over two rollouts and three episodes; the
     logged return is of the raw rewards."""
     spec = gym.envs.registration.EnvSpec("Growing-v0", lambda **settings: GrowingQueue(obs_dim=1))

@@ -97,7 +97,8 @@ class Cage2Env(gym.Env):
         state = dict(state)
         needs_reset = bool(state.pop("needs_reset", False))
         load_states(self._states, state)
-        self._needs_reset, self._seeded = needs_reset, True
+        begun = self._states["sessions"].any()  # Red has a foothold in every game that has begun
+        self._needs_reset, self._seeded = needs_reset or not begun, True
 
     def render(self) -> Any:
         """The game as text or as a picture (height, width, 3) uint8, in the constructor's `render_mode`."""

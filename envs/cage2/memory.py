@@ -177,8 +177,9 @@ class Memory(VectorWrapper):
             for n in ended:
                 infos["final_obs"][n] = final[n]
             self.now[ended], self.steps[ended] = START, 0
-        if self.horizon:  # the limit is then the end of the game, and no cut
-            terminated, truncated = terminated | truncated, np.zeros_like(truncated)
+        if self.horizon:  # the limit is then the end of the game, and no cut; what is lost with its worker remains one
+            lost = np.asarray(infos.get("worker_restarted", False))
+            terminated, truncated = terminated | truncated & ~lost, truncated & lost
         return self.inputs(obs), rewards, terminated, truncated, infos
 
     def get_state(self) -> dict[str, Any]:
