@@ -1,7 +1,7 @@
 """The state of an environment and of all wrappers around it, as plain values that a checkpoint can hold.
 
     state = get_state(env)   # a copy: dicts, lists, tuples, numbers, strings and arrays
-    set_state(env, state)    # now `env`, or one that was made and reset in the same way, goes on from there, bit for bit
+    set_state(env, state)    # now `env`, or one that was made and reset in the same way, goes on bit for bit
 
 An environment can be saved if it, or a wrapper of it, has `get_state()` and `set_state(state)`, or if it is one of
 Gymnasium's `MujocoEnv`. Of the wrappers around that layer the attributes are saved: TimeLimit's counter of steps,
