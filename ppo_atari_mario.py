@@ -405,7 +405,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
     if checkpoint:
         load_policy(checkpoint, agent)
-        own = {name: checkpoint["args"][name] for name in ("backend", "shared_cnn")}
+        own = {name: x for name, x in checkpoint["args"].items() if name in ("backend", "shared_cnn")}
         require(all(getattr(args, name) == x for name, x in own.items()), f"The checkpoint needs its own flags: {own}.")
     weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # one vector: Adam then takes few operations
     nn.utils.vector_to_parameters(weights, agent.parameters())  # views of it: what changes `weights` changes the agent

@@ -671,22 +671,22 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
         names = [name for name in settings if settings[name] != saved["settings"].get(name)]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise OSError(f"{path} is damaged: choose another --logdir.") from None
-    changed = ", ".join(f"--{name.replace('_', '-')}" for name in names)
-    require(not changed, f"{folder} holds a search with other values of {changed}: choose another --logdir.")
-    folder.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".tmp").write_text(json.dumps(saved, indent=1))  # what goes on has these settings
-    os.replace(path.with_suffix(".tmp"), path)
+    changed = ", ".join(f"--{name.replace('_', '-')} {saved['settings'].get(name)}" for name in names)
+    require(not changed, f"{folder} holds a search with {changed}: go on with that, or choose another --logdir.")
 
     def run_args(name: str, **changes: Any) -> Args:
         return replace(args, logdir=str(folder / name), resume=(folder / name / "latest.pt").exists(), **changes)
 
+    # The shared policy has the script's defaults for what the preset search sets, whatever flags say instead.
+    defaults = {name: getattr(Args, name) for name in PRESETS["search"]}
+    defaults |= {"workflow": "any", "red_agent": args.red_agent, "total_timesteps": options.shared_timesteps}
+    shared = run_args("shared", **defaults)  # which may refuse --shared-timesteps: before anything is written
+    folder.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".tmp").write_text(json.dumps(saved, indent=1))  # what goes on has these settings
+    os.replace(path.with_suffix(".tmp"), path)
     start = args.init_from
     if start is None and not options.fresh_policy_per_order:
-        # The shared policy has the script's defaults for what the preset search sets, whatever flags say instead.
-        defaults = {name: getattr(Args, name) for name in PRESETS["search"]}
-        defaults |= {"workflow": "any", "red_agent": args.red_agent, "total_timesteps": options.shared_timesteps}
-        train(run_args("shared", **defaults), signals)
-        start = str(folder / "shared" / "latest.pt")
+        start = train(shared, signals)["logdir"] + "/latest.pt"
     while len(history) < options.n_workflows and not signals:
         returns, errors = [x["mean_return"] for x in history], [x["standard_error"] for x in history]
         order = next_order(tried, returns, errors, options.gp_scale, options.gp_beta, options.n_start, args.seed)
@@ -704,7 +704,7 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
         os.replace(path.with_suffix(".tmp"), path)
         print(ROW.format(**history[-1]))
     if signals:
-        print("The same search command goes on with all of it; a line above with --resume only with that one training.")
+        print("The same search command goes on with all of it; a line with --resume, if any, with that training alone.")
         return history
     print("\nOrders by return", *(ROW.format(**x) for x in sorted(history, key=lambda x: -x["mean_return"])), sep="\n")
     return history

@@ -50,7 +50,7 @@ def require(condition: Any, sentence: str) -> None:
 @dataclass
 class RunArgs:
     configs: tuple[str, ...] = ()  # presets, layered from left to right; flags win over them
-    env_id: str = "HalfCheetah-v5"  # Gymnasium id of a task whose observations and actions are vectors of real numbers
+    env_id: str = "HalfCheetah-v5"  # Gymnasium id; observations and actions are real vectors; your own: my_module:Id-v0
     seed: int = 1  # seed of networks, sampling and environments (environment n gets seed + n)
     total_timesteps: int = 1_000_000  # environment steps of the whole run, rounded down to whole batches
     logdir: str | None = None  # run folder; default runs/{env_id}__{script}__{seed}__{time}

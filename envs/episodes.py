@@ -82,6 +82,7 @@ class EpisodeStatistics(VectorWrapper):
         try:
             self.env.set_state(state["env"])  # type: ignore[attr-defined]
         except (AttributeError, LookupError, TypeError, ValueError) as error:  # and no worker that is lost
-            raise gym.error.Error(f"The saved environments are not these (flags, make_env): {error}") from error
+            sentence = "The saved environments are not these (flags, make_env): begin a new run with --init-from."
+            raise gym.error.Error(f"{sentence} ({error})") from error
         self.returns, self.lengths = np.array(state["returns"]), np.array(state["lengths"])
         return True

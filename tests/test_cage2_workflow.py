@@ -456,6 +456,8 @@ def test_a_search_is_made_of_its_options_and_of_the_flags_of_training(
     assert [args.init_from for (args, *_), _ in trained] == [None]
     with pytest.raises(cage2.UsageError, match="two ways to start"):
         cage2.search(options, replace(args, init_from="x.pt"))
+    assert command_line(cage2, capsys)("search", "--shared-timesteps", "9", "--logdir", str(tmp_path / "x"))[0] == 2
+    assert not (tmp_path / "x").exists()  # so that the corrected command can have it
     for refused in (["--resume"], ["--workflow", "any"], ["--workflow=any"]):
         code, _, err = command_line(cage2, capsys)("search", *refused)
         assert (code, "leave out --resume, --workflow" in err) == (2, True)
@@ -466,7 +468,7 @@ def test_a_stopped_order_is_not_judged(cage2: ModuleType, tmp_path: Path, monkey
     monkeypatch.setattr(cage2, "train", lambda args, signals: signals.append(signal.SIGINT))
     options, args = cage2.SearchArgs(fresh_policy_per_order=True), tiny_args(cage2, tmp_path, workflow="any")
     assert cage2.search(options, args, signals) == []
-    with pytest.raises(cage2.UsageError, match="other values of --gp-scale"):
+    with pytest.raises(cage2.UsageError, match=r"holds a search with --gp-scale 0\.2: go on"):
         cage2.search(replace(options, gp_scale=0.9), args)
 
 

@@ -110,13 +110,15 @@ def test_an_optimiser_of_torch_resumes_exactly(tmp_path: Path, monkeypatch: pyte
 
 
 def test_a_reward_wrapper_acts_in_training_and_in_evaluation(tmp_path: Path) -> None:
-    """In KnownValues-v0 each step earns 1, and a tenth of it with the wrapper."""
+    """In KnownValues-v0 each step earns 1, and a tenth of it with the wrapper; or half of it in training alone."""
     plain, wrapped = load_script(ROOT / "ppo_continuous_mujoco.py"), copy_with("reward_wrapper", tmp_path)
-    for script, worth in ((plain, 1.0), (wrapped, 0.1)):
-        result, progress = train(script, tmp_path / script.__name__, env_id="KnownValues-v0", reset_steps=5)
+    costly = copy_with("training_wrapper", tmp_path)
+    cases: list[Any] = [(plain, {}, 1.0, 1.0), (wrapped, {}, 0.1, 0.1), (costly, {"step_cost": 0.5}, 0.5, 1.0)]
+    for script, flags, worth, evaluated in cases:
+        result, progress = train(script, tmp_path / script.__name__, env_id="KnownValues-v0", reset_steps=5, **flags)
         lengths = np.array(progress["rollout/episodic_length"])
         np.testing.assert_allclose(progress["rollout/episodic_return"], worth * lengths)
-        assert result["mean_return"] == pytest.approx(worth * progress["eval/mean_length"][-1])
+        assert result["mean_return"] == pytest.approx(evaluated * progress["eval/mean_length"][-1])
         played = script.play(script.PlayArgs(logdir=result["logdir"], episodes=2, seed=10_000))
         assert np.mean(played) == pytest.approx(result["mean_return"])
 

@@ -89,9 +89,7 @@ def test_a_preset_has_exactly_the_published_values(mario: ModuleType, name: str)
     assert (args.batch_size, args.batch_size // args.num_minibatches, args.num_updates) == sizes
 
 
-def test_missing_packages_of_atari_are_named(
-    mario: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_missing_atari(mario: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr("envs.atari.importlib.util.find_spec", lambda name: None)
     code, _, message = command_line(mario, capsys)("--env-id", "ALE/Pong-v5")
     assert (code, "Traceback" in message) == (2, False)

@@ -70,7 +70,7 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
         "advantages are never normalised": ('normalizing = args.norm_adv == "minibatch"', "normalizing = False"),
         "advantages are always normalised": ('normalizing = args.norm_adv == "minibatch"', "normalizing = True"),
     },
-    "test_ppo_math::test_the_six_cases_of_the_clipped_objective": {
+    "test_ppo_math::test_the_six_clip_cases": {
         "the policy loss has the wrong sign": ("policy_loss = -torch.min", "policy_loss = torch.min"),
         "the larger objective counts": ("-torch.min(ratio", "-torch.max(ratio"),
         "nothing is clipped": ("clipped_ratio * advantages)", "ratio * advantages)"),

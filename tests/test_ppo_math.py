@@ -178,9 +178,7 @@ def test_the_loss_normalizes_advantages_only_if_it_is_asked_to(script: ModuleTyp
         (-2.0, 1.5, -3.0, -3.0),  # a bad action made more likely: back down, unclipped
     ],
 )
-def test_the_six_cases_of_the_clipped_objective(
-    script: ModuleType, advantage: float, ratio: float, objective: float, slope: float
-) -> None:
+def test_the_six_clip_cases(script: ModuleType, advantage: float, ratio: float, objective: float, slope: float) -> None:
     loss, metrics, agent = table_loss(script, [ratio], [advantage])
     torch.testing.assert_close(loss, torch.tensor(-objective))
     torch.testing.assert_close(metrics["policy_loss"], torch.tensor(-objective))
