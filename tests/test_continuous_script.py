@@ -65,7 +65,7 @@ def test_returns_are_the_tasks_own_whatever_the_normalisers_do(run_tiny: Run, mo
         assert progress["eval/mean_return"][-1] == progress["eval/mean_length"][-1] == result["mean_return"]
 
 
-def test_the_average_reward_mode(continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_average_reward_mode(continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """rho starts at the first rollout's mean reward, then moves a tenth of the way to each new one."""
     calls = spy(monkeypatch, continuous, "compute_gae")
     values = {"total_timesteps": 320, "reset_steps": None, "gamma": 0.5}
