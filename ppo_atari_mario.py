@@ -435,12 +435,12 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
           f"epochs x {args.num_minibatches} minibatches ({num_large_minibatches} from 80 % flags on), "
           f"{type(vec_env.unwrapped).__name__}: {logdir}")  # fmt: skip
-    if args.compile:
-        print("The first update compiles the gradient steps, which takes 10 to 30 s.", flush=True)
+    print("The first update compiles the gradient steps, which takes 10 to 30 s (--no-compile: none).", flush=True)
     if args.track is not None:
         import wandb
 
-        wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
+        wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True,
+                   reinit="finish_previous")  # fmt: skip
     writer = SummaryWriter(str(logdir), purge_step=run.global_step + 1)
     all_steps, first_end, stopping = args.num_updates * args.batch_size, run.global_step + args.batch_size, False
     while run.global_step < all_steps and not stopping:

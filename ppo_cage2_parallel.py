@@ -436,8 +436,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     next_obs, _ = vec_env.reset(seed=args.seed)
     if args.resume:
         vars(run).update(checkpoint["run"])
-        if args.compliance_threshold != checkpoint["args"]["compliance_threshold"]:
-            run.compliant = False  # by the new one it is still to be judged
+        if any(getattr(args, x) != checkpoint["args"][x] for x in ("compliance_threshold", "min_episodes")):
+            run.compliant = False  # by the new ones it is still to be judged
         adam = {name: x.to(args.device) for name, x in checkpoint["adam"].items()}
         torch.set_rng_state(checkpoint["generator"])
         if vec_env.set_state(tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])):
@@ -449,12 +449,12 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     (logdir / "config.json").write_text(json.dumps(config, indent=1))
     print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
           f"epochs x {args.num_minibatches} minibatches, {type(vec_env.unwrapped).__name__}: {logdir}")  # fmt: skip
-    if args.compile:
-        print("The first update compiles the gradient steps, which takes 10 to 30 s.", flush=True)
+    print("The first update compiles the gradient steps, which takes 10 to 30 s (--no-compile: none).", flush=True)
     if args.track is not None:
         import wandb
 
-        wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
+        wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True,
+                   reinit="finish_previous")  # fmt: skip
     writer = SummaryWriter(str(logdir), purge_step=run.global_step + 1)
     # Each number of an evaluation is nan where there is none, so that the columns of progress.csv are always the same.
     no_episodes = dict.fromkeys(args.red_agents, (np.full((1, 1), math.nan), math.nan, np.zeros((0, len(VERDICTS)))))

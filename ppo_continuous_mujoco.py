@@ -319,12 +319,12 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
     running = np.ones(vec_env.num_envs, dtype=bool)  # only the first episode of each environment counts
     obs, _ = vec_env.reset(seed=seed)
     limit = getattr(vec_env.unwrapped.spec, "max_episode_steps", None) or 1000  # without a time limit: 1,000 steps
-    while running.any() and lengths[running].max() < limit:
+    while running.any():
         policy = agent.policy(torch.as_tensor(obs, device=next(agent.parameters()).device))
         actions = policy.mode if deterministic else policy.sample()
         obs, _, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
         returns[running], lengths[running] = infos["episode_return"][running], infos["episode_length"][running]
-        running &= ~(terminated | truncated) | infos.get("worker_restarted", False)  # a lost episode is played anew
+        running &= (~(terminated | truncated) | infos.get("worker_restarted", False)) & (lengths < limit)  # lost: anew
     return returns, lengths
 
 
@@ -339,7 +339,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     agent = Agent(vec_env, args).to(args.device)
     checkpoint = load(Path(args.init_from)) if args.init_from and not args.resume else {}
     # --- run folder: locked before it is read; weights, optimiser, and where a resumed run stood ----------------------
-    task = args.env_id.replace("/", "_").replace(":", "_")
+    task, problem = args.env_id.replace("/", "_").replace(":", "_"), f"{args.env_id} {args.reset_steps}"
     logdir = Path(args.logdir or f"runs/{task}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
     logdir.mkdir(parents=True, exist_ok=True)
     log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
@@ -384,12 +384,12 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     (logdir / "config.json").write_text(json.dumps(config, indent=1))
     print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
           f"epochs x {args.num_minibatches} minibatches, {type(vec_env.unwrapped).__name__}: {logdir}")  # fmt: skip
-    if args.compile:
-        print("The first update compiles the gradient steps, which takes 10 to 30 s.", flush=True)
+    print("The first update compiles the gradient steps, which takes 10 to 30 s (--no-compile: none).", flush=True)
     if args.track is not None:
         import wandb
 
-        wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True)
+        wandb.init(project=args.track, id=logdir.name, resume="allow", config=asdict(args), sync_tensorboard=True,
+                   reinit="finish_previous")  # fmt: skip
     writer = SummaryWriter(str(logdir), purge_step=run.global_step + 1)
     all_steps, first_end, stopping = args.num_updates * args.batch_size, run.global_step + args.batch_size, False
     while run.global_step < all_steps and not stopping:
@@ -503,7 +503,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             if run.mean_return > run.best_return:
                 run.best_return = run.mean_return  # in `state` too
                 save(logdir / "best.pt", state)
-                (logdir / "best.json").write_text(json.dumps({"problem": args.env_id, "score": run.best_return}))
+                (logdir / "best.json").write_text(json.dumps({"problem": problem, "score": run.best_return}))
             save(logdir / "latest.pt", state)
             vec_env.unwrapped.advice = f"Go on: python {sys.argv[0]} --env-id {args.env_id} --resume --logdir {logdir}"
 
@@ -512,7 +512,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a bad best.json costs only this line
         runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
-        score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.env_id)
+        score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == problem)
         print(f"best of all runs of {args.env_id}: {score:.2f}, {best_run}")
     if signals and run.global_step < all_steps:
         print(vec_env.unwrapped.advice)

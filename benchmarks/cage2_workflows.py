@@ -4,9 +4,11 @@
     python ppo_cage2_parallel.py search --red-agent b_line --n-workflows 120 --logdir runs/all_b_line \
         --init-from runs/search_b_line/shared/latest.pt
     python -m benchmarks.cage2_workflows runs/all_b_line runs/search_b_line      # page and pictures of searches
+    python -m benchmarks.cage2_workflows                                         # of those that are stored in results/
 
 A search of all 120 orders is the table in which the rules that choose an order are replayed, 200 times each: all
-evaluations of a search have the same seeds, so that looking a return up is what the search would have seen. The page
+evaluations of a search have the same seeds, so that looking a return up is what the search would have seen, and a
+difference between two orders is known better than by the standard errors of both: their episodes are the same. The page
 shows simple regrets: the best order's return minus that of the order that looks best after 20 look-ups. Baselines are
 the source project's PPO without workflows: 100 steps, on code like that of HEAD, whose rules are harder for Blue.
 """
@@ -33,6 +35,7 @@ from benchmarks.common import (
     machine_line,
     markdown_table,
     parser_of,
+    stored,
     write_results,
 )
 from envs.cage2.search import DISCORDANT, next_order
@@ -63,11 +66,8 @@ def document_rule(rng: np.random.Generator, tried: list[int], values: list[float
     return int(candidates[bound.argmax()])
 
 
-def replay(
-    rule: str, seed: int, truth: np.ndarray, errors: np.ndarray, evaluations: int = 20, noise: bool = False
-) -> np.ndarray:
-    """The regret (evaluations,) after each look-up in the table `truth` (120,) of returns with their standard errors.
-    With `noise`, each look-up has the error of its evaluation."""
+def replay(rule: str, seed: int, truth: np.ndarray, errors: np.ndarray, evaluations: int = 20) -> np.ndarray:
+    """The regret (evaluations,) after each look-up in the table `truth` (120,) of returns with standard `errors`."""
     rng = np.random.default_rng(seed)
     shuffled = rng.permutation(len(ORDERS))
     tried, seen = list[int](), list[float]()
@@ -80,27 +80,22 @@ def replay(
             beta = None if rule == "gp_srinivas" else 4.0
             order = next_order(tried, seen, errors[tried].tolist(), beta=beta, seed=seed)
         tried.append(order)
-        seen.append(truth[order] + noise * errors[order] * rng.normal())
+        seen.append(truth[order])
     looks_best = [tried[int(np.argmax(seen[: t + 1]))] for t in range(evaluations)]
     return truth.max() - truth[looks_best]
 
 
 def landscape(workflows: list[str], returns: np.ndarray, errors: np.ndarray) -> dict[str, float]:
-    """How much orders differ: spread, error, how many can be picked so that neighbours differ by more than two standard
-    errors of a difference, and the share of variance between the six orders of user, enterprise and op_server."""
+    """How much orders differ: spread, mean standard error, and the share of variance between the six orders of user,
+    enterprise and op_server."""
     kept = [tuple(unit for unit in x.split(",") if unit in ("user", "enterprise", "op_server")) for x in workflows]
     between = np.array([returns[[other == mine for other in kept]].mean() for mine in kept])
-    levels, top = 1, returns.max()
-    for value in np.sort(returns)[::-1]:
-        if top - value > 2 * math.sqrt(2) * errors.mean():
-            levels, top = levels + 1, value
     return {"worst": returns.min(), "mean": returns.mean(), "best": returns.max(), "sd": returns.std(),
-            "error": errors.mean(), "levels": levels, "explained by six": between.var() / returns.var()}  # fmt: skip
+            "error": errors.mean(), "explained by six": between.var() / returns.var()}  # fmt: skip
 
 
-def read_search(folder: Path) -> dict[str, Any]:
+def read_search(saved: dict[str, Any]) -> dict[str, Any]:
     """A search by orders: its settings, workflows, and arrays (n,) of what was measured of each."""
-    saved = json.loads((folder / "history.json").read_text())
     history = sorted(saved["history"], key=lambda record: parse_workflow(record["workflow"]))
     names = ("mean_return", "standard_error", "compliance", "strict_compliance", "needless_fixes", "confirmed")
     columns = {name: np.array([record[name] for record in history], dtype=float) for name in names}
@@ -150,10 +145,9 @@ def main() -> None:
         flags = "--n-workflows 2 --judge-episodes 10 --shared-timesteps 25600 --configs search --total-timesteps 2500"
         command = [sys.executable, "ppo_cage2_parallel.py", "search", *flags.split(), "--no-compile"]
         subprocess.run([*command, "--eval-episodes", "5", "--logdir", str(options.folders[0])], cwd=ROOT, check=True)
-    if not options.folders:
-        parser.error("name the folders of searches")
     try:
-        searches = [read_search(folder) for folder in options.folders]
+        saved = [json.loads((folder / "history.json").read_text()) for folder in options.folders]
+        searches = [read_search(x) for x in saved or stored("cage2_workflows", options.quick)["searches"]]
     except (OSError, ValueError, KeyError) as error:
         sys.exit(f"error: no history of a search: {error}")
     tables = [search for search in searches if len(search["workflows"]) == len(ORDERS)]
@@ -171,26 +165,22 @@ def main() -> None:
         truth, errors, red = table["mean_return"], table["standard_error"], table["settings"]["red_agent"]
         shape = landscape(table["workflows"], truth, errors)
         shapes.append([red, *(f"{value:.2f}" for value in shape.values())])
-        exact, noisy = (
-            {rule: np.array([replay(rule, seed, truth, errors, noise=noise) for seed in range(replays)])
-             for rule in RULES} for noise in (False, True)
-        )  # fmt: skip
+        exact = {rule: np.array([replay(rule, seed, truth, errors) for seed in range(replays)]) for rule in RULES}
         regrets.append(exact)
         for rule, name in RULES.items():
             final = exact[rule][:, -1]
             rows.append([red, name, f"{final.mean():.3f} ± {final.std() / math.sqrt(replays):.3f}",
-                         f"{final.mean() / exact['random'][:, -1].mean():.2f}", f"{(final == 0).mean():.0%}",
-                         f"{noisy[rule][:, -1].mean():.3f}"])  # fmt: skip
+                         f"{final.mean() / exact['random'][:, -1].mean():.2f}",
+                         f"{(final == 0).mean():.0%}"])  # fmt: skip
     if tables:
         page += "\n## All 120 orders\n\n" + markdown_table(["red agent", *shape], shapes)
-        page += "\nLevels: the most orders whose neighbours differ by more than two standard errors of a difference.\n"
         page += f"\n## Simple regret after 20 of 120 orders, {replays} replays\n\n"
-        page += markdown_table(["red agent", "rule", "regret ± standard error", "of random's", "best order found",
-                                "regret, look-ups with noise"], rows)  # fmt: skip
+        page += markdown_table(
+            ["red agent", "rule", "regret ± standard error", "of random's", "best order found"], rows
+        )
         page += "\n![returns, regrets and places](cage2_workflows.png)\n"
-    pictures = {f"cage2_workflows_{folder.name}.png": search
-                for folder, search in zip(options.folders, searches, strict=True)
-                if len(search["workflows"]) < len(ORDERS)}  # fmt: skip
+    pictures = {f"cage2_workflows_search_{search['settings']['red_agent']}.png": search
+                for search in searches if len(search["workflows"]) < len(ORDERS)}  # fmt: skip
     page += "".join(f"\n![a search of {len(x['workflows'])} orders]({name})\n" for name, x in pictures.items())
     folder = write_results("cage2_workflows", data, page + "\n" + machine_line(data["machine"]), options.quick)
     if tables:

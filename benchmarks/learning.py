@@ -45,6 +45,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import (
+    CORES,
     ROOT,
     at_least_one,
     commit_of,
@@ -164,7 +165,7 @@ def judge(script: str, logdir: str, episodes: int) -> None:
     latest, best = (Path(logdir, f"{name}.pt").read_bytes() for name in ("latest", "best"))
     finals = {"last": scores_of(script, logdir, "latest", episodes)}
     finals["best"] = finals["last"] if best == latest else scores_of(script, logdir, "best", episodes)
-    text = json.dumps({"cpu": cpu_model(), "episodes": episodes, **finals})
+    text = json.dumps({"cpu": f"{CORES} cores of {cpu_model()}", "episodes": episodes, **finals})
     (Path(logdir) / "final.tmp").write_text(text)
     os.replace(Path(logdir) / "final.tmp", Path(logdir) / "final.json")
 
@@ -376,9 +377,10 @@ def report(name: str, suite: Suite, runs: list[Run], quick: bool, by_hand: str =
                 reference = (suite.references or {}).get(key, "")
                 rows.append([setting, score, which, *cells_of(values), reference if which == "last" else ""])
         means = [", ".join(number(final["means"][column]) for final in finals) for column in suite.means]
-        commits = sorted({re.sub(r"([0-9a-f]{7})[0-9a-f]*", r"\1", final["commit"]) for final in finals})
-        settings.append([setting, f"`{group['command']}`", ", ".join(group["seeds"]), ", ".join(commits),
-                         f"{np.median([final['minutes'] for final in finals]):.1f}", *means])  # fmt: skip
+        commits = {re.sub(r"([0-9a-f]{7})[0-9a-f]*", r"\1", x) for final in finals for x in final["commit"].split(", ")}
+        minutes = [final["minutes"] for final in finals]
+        settings.append([setting, f"`{group['command']}`", ", ".join(group["seeds"]), ", ".join(sorted(commits)),
+                         f"{np.median(minutes):.1f} ({min(minutes):.1f} to {max(minutes):.1f})", *means])  # fmt: skip
     episodes = sorted({final["episodes"] for group in groups.values() for final in group["seeds"].values()})
     page = f"# {name}: what is learnt\n\n`python -m benchmarks.learning {by_hand}`. Mean over {episodes[0]:,} fresh "
     page += "episodes with deterministic actions (if nothing else is said) of a run's last policy and of its best one, "
@@ -388,7 +390,9 @@ def report(name: str, suite: Suite, runs: list[Run], quick: bool, by_hand: str =
     fewest = min(len(group["seeds"]) for group in groups.values())
     if fewest < 10:
         page += f"\nFew seeds ({fewest}): the intervals are too narrow; look at each seed.\n"
-    page += "\n" + markdown_table(["setting", "command", "seeds", "commit", "minutes (median)", *suite.means], settings)
+    page += "\n" + markdown_table(
+        ["setting", "command", "seeds", "commit", "minutes: median (range)", *suite.means], settings
+    )
     page += f"\n![curves]({name}.png)\n"
     info = machine_info()
     cpus = sorted({final["cpu"] for group in groups.values() for final in group["seeds"].values()})
@@ -452,16 +456,16 @@ def main(argv: list[str]) -> int:
     code = 0
     for name, suite in suites.items():
         steps = options.steps or (1_000_000 if name == "mujoco" else 0)
+        hidden = {*suite.also} - {*options.also, (options.only or "").rpartition(", ")[2]}
         settings = {
             setting: command + f" --total-timesteps {steps}" * bool(steps and not options.quick)
             for setting, command in suite.settings.items()
-            if is_meant(setting, options.only or suite.default or setting)
-            and (setting == options.only or setting.rpartition(", ")[2] not in {*suite.also} - {*options.also})
+            if is_meant(setting, options.only or suite.default or setting) and setting.rpartition(", ")[2] not in hidden
         }
         if not settings:
             parser.error(f"there is no setting {options.only}; there are {'; '.join(suite.settings)}")
         page = name if name == "continuing" else f"{name or options.name}_learning"
-        page += f"_{steps // 1000}k" if name == "mujoco" and not options.quick else ""
+        page += f"_{steps // 1000}k" if name and steps and not options.quick else ""
         folder, seeds = FOLDER / page, options.seeds
         if options.quick:
             setting, command = next(iter(settings.items()))

@@ -217,7 +217,8 @@ def main() -> None:
     for kind, num_envs, workers in wanted:
         found = measured[kind, num_envs, workers]
         medians = {name: float(np.median([one[name] for one in found])) for name in found[0]}
-        data["points"].append({"kind": kind, "num_envs": num_envs, "workers": workers, **medians})
+        data["points"].append({"kind": kind, "num_envs": num_envs, "workers": workers, **medians,
+                               "rounds": found})  # fmt: skip
     for kind, line in lines_of(data).items():
         numbers = [p["num_envs"] for p in line]
         data["fits"][kind] = growth(numbers, [p["steps_per_cpu_second"] for p in line]) | {

@@ -292,6 +292,9 @@ for line in sys.stdin:
     print(steps / (time.process_time() - start), flush=True)
 """
 CANONICAL = "canonical stack (gray84)"
+BUILT_BY_PIP = (
+    "The canonical stack plays on nes-py as pip builds it for the other interpreter, not as `make nes_py` does."
+)
 
 
 def bare_emulator(backend: str) -> Step:
@@ -396,7 +399,7 @@ def main() -> None:
                 candidates = make(stack, task, seconds, **peer)
                 interleave(candidates, 1)  # to warm up
                 figures = interleave(candidates, rounds)
-            note = first_use() if name == "cage2" else ""
+            note = first_use() if name == "cage2" else BUILT_BY_PIP if CANONICAL in candidates else ""
             publish(name, f"{title}\n\n`python -m benchmarks.stepping {name}`.", task, figures, references, info,
                     options.quick, note)  # fmt: skip
 

@@ -34,6 +34,7 @@ from gymnasium.vector.utils import batch_space
 from envs._shared_memory import check_numeric, copies_of_rows, info_layout, map_tree, write_tree
 from envs._subproc_worker import Requests
 from envs._worker_pool import Worker, WorkerError, WorkerPool
+from envs.state import NoState
 
 MAX_RESTARTS = 3  # of one worker, without a step finished in between
 StepReturn = tuple[Any, np.ndarray, np.ndarray, np.ndarray, dict[str, Any]]
@@ -260,8 +261,11 @@ class SubprocVecEnv(VectorEnv):
     def get_state(self) -> dict[str, Any]:
         """Return all that `set_state` needs for a bit-identical continuation, as plain numbers, strings and arrays.
 
-        Raises a WorkerError that is also an `envs.state.NoState` if an environment cannot be saved.
+        Raises a WorkerError that is also an `envs.state.NoState` if an environment cannot be saved, and NoState if a
+        worker is lost that the next step is to replace.
         """
+        if self.on_worker_failure == "restart" and not all(x.process.is_alive() for x in self._pool.workers):
+            raise NoState("a worker is lost, and the next step replaces it.")
         states = [state for _, state in self._command("get_state", [(n, None) for n in range(self.num_envs)])]
         observations = map_tree(self._shared.observations, np.copy)  # a reset by mask returns those that it spares
         return {"envs": states, "observations": observations}

@@ -135,14 +135,14 @@ def replayed(orders: list[dict[str, Any]]) -> tuple[dict[str, float], dict[str, 
     for rule in ("gp", "random"):
         regrets = np.array([cage2_workflows.replay(rule, seed, truth, errors) for seed in range(20)])
         assert regrets.min() >= 0
-        assert (np.diff(regrets) <= 0).all()  # what looks best is best, where no look-up has noise
+        assert (np.diff(regrets) <= 0).all()  # what looks best is best
         final[rule] = regrets[:, -1].mean()
     return cage2_workflows.landscape([order["workflow"] for order in orders], truth, errors), final
 
 
 def test_rules_replayed_in_a_table_with_structure_have_its_regrets() -> None:
     shape, final = replayed(json.loads((ROOT / "tests/data/workflow_returns.json").read_text()))
-    assert (shape["levels"], round(shape["explained by six"], 2), round(shape["sd"], 2)) == (3, 0.32, 0.30)
+    assert (round(shape["explained by six"], 2), round(shape["sd"], 2)) == (0.32, 0.30)
     assert final["gp"] < 0.6 * final["random"]
 
 
@@ -259,7 +259,7 @@ def test_runs_are_cut_resumed_judged_and_not_repeated(tmp_path: Path, program: A
     assert all(path.stat().st_mtime_ns == modified for path, modified in times.items())
     page = (tmp_path / "x_learning.md").read_text()
     assert "| return | last | 129.5, 129.5, 129.5 | 129.5 ± 0 | 129.5 (129.5 to 129.5) |" in page
-    assert re.search(r"\| 1, 2, 3 \| [0-9a-f]{7}\+? \| 1\.3 \|", page)  # the commit, and a + if it has changes
+    assert re.search(r"\| 1, 2, 3 \| [0-9a-f]{7}\+? \| 1\.3 \(.*\) \|", page)  # the commit, and a + if it has changes
 
 
 def test_failed_runs_are_named_others_dropped(tmp_path: Path, program: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,8 +77,7 @@ def test_environments_are_registered_and_pass_gymnasiums_checker() -> None:
 
 @pytest.mark.parametrize(("state_in_info", "max_steps", "num_steps"), [(False, 100, 250), (True, 7, 20)])
 def test_a_batch_gives_what_gymnasiums_gives(state_in_info: bool, max_steps: int, num_steps: int) -> None:
-    """Environment n has seed + n. Observations, rewards, final observations and infos, in Gymnasium's own format; their
-    episodes end in different steps."""
+    """Environment n has seed + n. All is in Gymnasium's own format; episodes end in different steps."""
     kwargs: dict[str, Any] = {"red_agent": MIXTURE, "green": True, "max_steps": max_steps}
     ours = Cage2VecEnv(6, **kwargs, state_in_info=state_in_info)
     single = [partial(Cage2Env, **kwargs, state_in_info=state_in_info)] * 6

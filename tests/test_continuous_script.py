@@ -94,8 +94,7 @@ def test_the_horizon_grows_over_the_run(continuous: ModuleType, run_tiny: Run, m
 
 
 def test_no_fall_ends_an_average_reward(continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a fall would be worth the average, and so more than a hard step: the value of 0 is that of earning rho. A
-    fall in the step of the time limit is a fall."""
+    """Else a fall, worth 0, would be worth the average, more than a hard step. One in the limit's step is one too."""
     calls = spy(monkeypatch, continuous, "compute_gae")
     for rate in (None, 0.1):
         run_tiny(average_reward_rate=rate, total_timesteps=64, **KNOWN, **PLAIN)
@@ -173,7 +172,7 @@ def lengths_from(seed: int, episodes: int) -> list[int]:
 def test_best_is_of_the_best_evaluation(run_tiny: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     settings = TARGET | {"eval_every": 64, "learning_rate": 0.02, "total_timesteps": 640}
     (tmp_path / "other").mkdir()
-    (tmp_path / "other" / "best.json").write_text(json.dumps({"problem": "Other-v0", "score": 1e9}))
+    (tmp_path / "other" / "best.json").write_text(json.dumps({"problem": "Target-v0", "score": 1e9}))
     results = [run_tiny(seed=seed, **settings) for seed in (1, 2)]
     for result in results:
         progress, logdir = columns(result["logdir"]), Path(result["logdir"])
@@ -186,11 +185,27 @@ def test_best_is_of_the_best_evaluation(run_tiny: Run, tmp_path: Path, capsys: p
     assert winner["logdir"] in capsys.readouterr().out.splitlines()[-1]
 
 
+def test_without_a_time_limit_a_lost_episode_gets_its_1000_steps_too(continuous: ModuleType, tmp_path: Path) -> None:
+    args = tiny_args(continuous, tmp_path, reset_steps=None, num_workers=2, on_worker_failure="restart")
+    vec_env, processes = continuous.make_envs(args, 2), []
+
+    def step(actions: np.ndarray, step: Any = vec_env.step) -> Any:
+        processes.append(vec_env.unwrapped._pool.workers[0].process)
+        if len(processes) == 900:
+            processes[0].kill()
+        return step(actions)
+
+    vec_env.step = step
+    assert continuous.evaluate(continuous.Agent(vec_env, args), vec_env)[1].tolist() == [1000, 1000]
+    assert processes[0] != processes[-1]
+
+
 def test_tracking_is_given_the_project_and_the_runs_name(run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[dict[str, Any]] = []
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **options: given.append(options)))
     logdir = run_tiny(track="robots")["logdir"]
     assert (given[0]["project"], given[0]["id"], given[0]["sync_tensorboard"]) == ("robots", Path(logdir).name, True)
+    assert given[0]["reinit"] == "finish_previous"  # the next run of a sweep is one of its own
 
 
 def test_a_run_starts_from_the_policy_that_it_is_given(continuous: ModuleType, run_tiny: Run, tmp_path: Path) -> None:

@@ -137,8 +137,7 @@ def test_an_observation_wrapper_acts_also_in_evaluation(recipe: str, env_id: str
 
 
 def test_a_sweep_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """The program of the page, shortened, twice: both of its runs are those that they would have been alone, and the
-    second time it finds them finished."""
+    """The program of the page, shortened, twice: its runs are as if alone, and the second time found finished."""
     (program,) = re.findall(r"```python\n(from pathlib.*?)```", PAGE.read_text(), re.DOTALL)
     program = program.replace('"ant", ', '"ant", **tiny, ')
     monkeypatch.chdir(tmp_path)

@@ -218,8 +218,7 @@ def test_there_are_exactly_num_updates_with_their_rates_and_evaluations(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decay: str, rates: list[float], every: float,
     evaluated: list[int],
 ) -> None:  # fmt: skip
-    """Three and a half batches are asked for: three updates. They are evaluated at the next update after so many
-    batches, and at the end."""
+    """Of three and a half batches: three updates, evaluated at the next one after so many batches, and at the end."""
     batch = tiny_args(script, tmp_path).batch_size
     values = {"total_timesteps": batch * 7 // 2, "lr_decay": decay, "eval_every": int(every * batch)}
     has_bonus = hasattr(script.Args, "ent_decay")
@@ -325,8 +324,7 @@ def test_every_metric_that_is_logged_is_explained_on_a_page(watched: Watched) ->
 
 
 def test_equal_seeds_give_equal_runs_and_different_ones_do_not(script: ModuleType, tmp_path: Path) -> None:
-    """However often it is evaluated and saved on the way, neither of which draws from the run's generators, and
-    whatever the number of workers."""
+    """However often it is evaluated and saved, which draws nothing of the run's, and by however many workers."""
     run = tiny_runner(script, tmp_path)
     often = {"eval_every": 1, "save_every": 1, "num_workers": 2}
     first, again, other = (weights(run(**values)["logdir"]) for values in ({}, often, {"seed": 2}))

@@ -343,8 +343,7 @@ def test_what_a_frame_means(fceumm: str, monkeypatch: pytest.MonkeyPatch, memory
 
 @pytest.mark.parametrize(("stage", "following"), [("1-1", (1, 2)), ("1-4", (2, 1))])
 def test_the_whole_game_goes_on_after_a_flag_and_an_axe(fceumm: str, stage: str, following: tuple[int, int]) -> None:
-    """The step that reaches it ends where the next stage has been loaded and Mario can move; it earns nothing for the
-    clock that the castle counts down."""
+    """The step that reaches it ends where Mario can move again; the clock that the castle counts down earns nothing."""
     env = begin(stage, fceumm, full_info=True, stuck_steps=0)
     state = env.get_state()
     state["game"]["stage"] = "full"

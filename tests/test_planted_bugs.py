@@ -28,10 +28,7 @@ class Bug(NamedTuple):
 # The beginning of file::test, and what occurs in its parameters -> name of a bug that it catches -> old text, new text
 CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
     "test_ppo_math::test_gae_of_three_steps_worked_by_hand[a termination]": {
-        "a termination is bootstrapped": (
-            "next_values * terminations.logical_not() - values",
-            "next_values - values",
-        ),
+        "a termination is bootstrapped": ("next_values * terminations.logical_not() - values", "next_values - values"),
         "the recursion runs across episodes": (
             "decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not()",
             "decay = gamma * gae_lambda * torch.ones_like(values)",
@@ -229,8 +226,7 @@ BUGS = {name: Bug(*texts, test) for test, bugs in CAUGHT.items() for name, texts
 
 
 def run_test(script: ModuleType, caught_by: str, folder: Path) -> None:
-    """Call the tests whose names begin so, with all their parameters in which the case occurs; raises what they
-    raise."""
+    """Call the tests whose names begin so, with all parameters in which the case occurs; raises what they raise."""
     file, _, name = caught_by.partition("::")
     name, _, case = name.rstrip("]").partition("[")
     functions = [f for key, f in vars(importlib.import_module(f"tests.{file}")).items() if key.startswith(name)]

@@ -287,8 +287,7 @@ def test_the_gradient_of_a_batch_is_the_mean_of_the_gradients_of_its_samples(scr
 
 
 def test_policy_and_value_gradients_go_where_they_belong(script: ModuleType) -> None:
-    """Without a value loss the critic's own weights get no gradient; without advantages the actor's get none. What
-    both share learns from both."""
+    """Without a value loss the critic's own weights get no gradient, without advantages the actor's; shared ones do."""
     agent, batch, args = real_batch(script, vf_coef=0.0)
     sizes, names = [p.numel() for p in agent.parameters()], [name for name, _ in agent.named_parameters()]
 
@@ -362,8 +361,7 @@ def test_layers_start_orthogonal_with_zero_biases(script: ModuleType) -> None:
 
 
 def lively(script: ModuleType, space: type) -> tuple[Sample, Any, torch.Tensor]:
-    """A sample whose policy is away from its start, that policy, and 20,000 actions of the first observation. Skips
-    scripts with other action spaces."""
+    """A sample, its policy away from the start, 20,000 actions of the first observation; skips other action spaces."""
     sample = make_sample(script)
     if not isinstance(SPACES[domain(script)][1], space):
         pytest.skip(f"the actions of {script.__name__} are no {space.__name__}")

@@ -201,8 +201,7 @@ def test_tensorboard_shows_one_curve_without_holes_or_doubled_points(continuous:
     ids=str,
 )
 def test_a_run_may_be_extended_and_is_then_the_longer_run(run_tiny: Run, values: dict[str, Any]) -> None:
-    """At a constant learning rate: three updates and three more are six. Workers, evaluations and saves do not matter
-    to the weights."""
+    """At a constant learning rate three updates and three more are six, whatever workers, evaluations and saves."""
     values = {"eval_every": 64, "lr_decay": "none"} | values
     whole = Path(run_tiny(total_timesteps=384, **values)["logdir"])
     parts = Path(run_tiny(total_timesteps=192, **values)["logdir"])
@@ -212,8 +211,7 @@ def test_a_run_may_be_extended_and_is_then_the_longer_run(run_tiny: Run, values:
 
 
 def test_an_extended_run_anneals_towards_its_new_end(run_tiny: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    """The learning rate is a function of the share of updates done: 1, 2/3, 1/3, then 3/6, 2/6, 1/6 to go. Another
-    number of environments begins new episodes."""
+    """The rate falls with the updates done: 1, 2/3, 1/3, then 3/6, 2/6, 1/6. Another --num-envs begins new episodes."""
     first = run_tiny(total_timesteps=192, learning_rate=6e-4)
     run_tiny(logdir=first["logdir"], total_timesteps=384, learning_rate=6e-4, resume=True, num_envs=8, num_steps=8)
     rates = columns(first["logdir"])["train/learning_rate"]
@@ -230,8 +228,7 @@ def test_a_run_whose_log_is_gone_goes_on_with_a_new_one(run_tiny: Run) -> None:
 
 @pytest.mark.parametrize("style", ["--logdir {}", "--logdir={}"])
 def test_the_command_line_resumes_a_run(continuous: ModuleType, run_main: Any, tmp_path: Path, style: str) -> None:
-    """`--resume --logdir D` is enough, flags given now win, and what they change is said. A finished run stays as it
-    is."""
+    """`--resume --logdir D` is enough, flags given now win and are told. A finished run stays as it is."""
     run, logdir = tmp_path / "run", style.format(tmp_path / "run").split()
     assert run_main(*tiny_flags(continuous, run))[0] == 0
     code, out, err = run_main("--resume", *logdir, "--total-timesteps", "320")

@@ -27,6 +27,7 @@ from gymnasium.error import NoAsyncCallError
 from gymnasium.spaces import Box, Discrete
 
 from envs._worker_pool import CLOSE_SECONDS
+from envs.state import NoState
 from envs.subproc_vec_env import SubprocVecEnv, WorkerError
 from tests.test_subproc_vec_env import CONTEXTS, MODES, CountEnv
 
@@ -591,6 +592,9 @@ def test_a_worker_lost_in_reset_is_replaced_and_reset_again_but_for_a_mask(maske
     envs.reset()
     envs.step([0, 0, 0, 0])
     os.kill(pids_of(envs)[1], signal.SIGKILL)
+    envs._pool.workers[1].process.join()
+    with pytest.raises(NoState, match="a worker is lost"):
+        envs.get_state()
     if masked:
         with pytest.raises(WorkerError, match=r"Worker 1 .*was killed by SIGKILL"):
             envs.reset(options={"reset_mask": np.array([False, False, False, True])})

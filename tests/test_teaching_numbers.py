@@ -72,8 +72,7 @@ def test_gae_over_the_interleaved_list_is_another_thing(script: ModuleType) -> N
 
 
 def test_order_of_the_parallel_example(continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Flattening (steps, envs) puts the environments side by side: s0e0, s0e1, s1e0, ... Of that the example's
-    permutation makes two minibatches."""
+    """Flattened, environments stand side by side: s0e0, s0e1, s1e0, ..., of which the permutation makes minibatches."""
     gae_calls, calls = spy(monkeypatch, continuous, "compute_gae"), spy(monkeypatch, continuous, "take_steps")
     monkeypatch.setattr(torch, "randperm", lambda n, device: torch.tensor([2, 1, 5, 4, 3, 0]))
     sizes = {"num_envs": 2, "num_steps": 3, "num_minibatches": 2, "total_timesteps": 6, "update_epochs": 1}
@@ -239,8 +238,7 @@ def coins(generator: torch.Generator) -> torch.Tensor:
     [(normals, 0.02, 0.0125, 0.0018), (coins, 0.0204, 0.0127, 0.00017)],
 )
 def test_the_two_kl_estimators(script: ModuleType, sample: Any, kl: float, sd_1: float, sd_3: float) -> None:
-    """Both average to the divergence over batches of 256; k1 scatters far more and is negative for every twentieth
-    batch, k3 for none."""
+    """Both average to the divergence; k1 scatters far more and is negative for every twentieth batch, k3 for none."""
     generator, k1, k3 = torch.Generator().manual_seed(0), np.zeros(1000), np.zeros(1000)
     for i in range(1000):
         metrics = table_loss(script, sample(generator).exp().tolist(), [0.0] * 256)[1]
@@ -345,8 +343,7 @@ class GrowingQueue(SmallEnv):
 
 
 def test_time_scaling_hides_growth(continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A backlog of 10, 20, ..., 100 in steps 1 ... 10 becomes a flat -10, over two rollouts and three episodes; the
-    logged return is of the raw rewards."""
+    """A backlog of 10, 20, ..., 100 in steps 1 ... 10 becomes a flat -10 in three episodes; the return is raw."""
     spec = gym.envs.registration.EnvSpec("Growing-v0", lambda **settings: GrowingQueue(obs_dim=1))
     monkeypatch.setitem(gym.registry, "Growing-v0", spec)
     calls = spy(monkeypatch, continuous, "compute_gae")
