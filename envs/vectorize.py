@@ -38,7 +38,12 @@ def vectorize(
     `unwrapped.spec` is that of the environment, with its time limit. Raises what `env_fn` raises, and
     gymnasium.error.Error if a window is asked for where there is no display.
     """
-    env = env_fn()
+    try:
+        env = env_fn()
+    except TypeError as error:
+        if "render_mode" not in str(error):
+            raise
+        raise gym.error.Error(f"This environment is not drawn, for its class takes no render_mode: {error}") from error
     vec_env: VectorEnv
     if is_plain_task(env) and env.render_mode is None:
         vec_env = MujocoBatchVecEnv.like(env, num_envs, num_workers)

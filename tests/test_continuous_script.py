@@ -52,8 +52,7 @@ def test_normalisers_have_the_discount_and_stand_still_in_evaluation(continuous:
 
 
 def test_returns_are_the_tasks_own_whatever_the_normalisers_do(run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In KnownValues-v0 each step earns 1: return equals length, and the long-term average is 1. What the environment
-    itself calls raw_reward is not mistaken for ours."""
+    """In KnownValues-v0 each step earns 1: return equals length, LTA is 1. Its own raw_reward is not taken for ours."""
     step, env = known_values.KnownValuesEnv.step, known_values.KnownValuesEnv
     monkeypatch.setattr(env, "step", lambda self, action: (*step(self, action)[:4], {"raw_reward": 1000.0}))
     for norm_reward in (True, False):
@@ -371,8 +370,7 @@ def test_it_solves_a_task_of_known_optimum(run_tiny: Run) -> None:
 
 
 def test_it_learns_to_leave_no_queue_waiting_without_discounting(run_tiny: Run) -> None:
-    """The average-reward mode on the continuing task. A policy that serves a queue whenever one waits has the least
-    mean backlog, 1.33; actions that are noise have 4.5."""
+    """With average reward. Serving a queue whenever one waits has the least mean backlog, 1.33; noise has 4.5."""
     result = run_tiny(
         num_envs=16, num_steps=64, num_minibatches=8, update_epochs=4, total_timesteps=20_480, learning_rate=3e-3,
         average_reward_rate=0.1, norm_reward=False, reset_steps=512, hidden_sizes=(16,), eval_episodes=16,

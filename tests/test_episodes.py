@@ -44,6 +44,8 @@ def test_arguments_reach_the_processes_and_errors_the_caller(monkeypatch: pytest
     vec_env.close()
     with pytest.raises(gym.error.NameNotFound, match="Hoper"):
         vectorize(partial(gym.make, "Hoper-v5"), 2)
+    with pytest.raises(gym.error.Error, match="takes no render_mode"):
+        vectorize(partial(BadEnd, True, render_mode="rgb_array"), 1)
     monkeypatch.setattr(os, "environ", {})
     with pytest.raises(gym.error.Error, match="There is no display"):
         vectorize(partial(gym.make, "Hopper-v5", render_mode="human"), 1)
