@@ -389,7 +389,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     agent = Agent(vec_env, args).to(args.device)
     checkpoint = load(Path(args.init_from)) if args.init_from and not args.resume else {}
     # --- run folder: locked before it is read; weights, optimiser, and where a resumed run stood ----------------------
-    task = args.env_id.replace("/", "_").replace(":", "_")
+    task = args.env_id.replace("/", "_")
     logdir = Path(args.logdir or f"runs/{task}__{SCRIPT}__{args.seed}__{time.strftime('%Y%m%d-%H%M%S')}")
     logdir.mkdir(parents=True, exist_ok=True)
     log = open(logdir / "progress.csv", "a")  # noqa: SIM115  (until the run ends)
