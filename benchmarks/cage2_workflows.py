@@ -70,8 +70,9 @@ def replay(rule: str, seed: int, truth: np.ndarray, errors: np.ndarray, evaluati
     """The regret (evaluations,) after each look-up in the table `truth` (120,) of returns with standard `errors`."""
     rng = np.random.default_rng(seed)
     shuffled = rng.permutation(len(ORDERS))
-    tried, seen = list[int](), list[float]()
+    tried: list[int] = []
     for t in range(evaluations):
+        seen = truth[tried].tolist()
         if rule == "random":
             order = int(shuffled[t])
         elif rule.startswith("document"):
@@ -80,9 +81,7 @@ def replay(rule: str, seed: int, truth: np.ndarray, errors: np.ndarray, evaluati
             beta = None if rule == "gp_srinivas" else 4.0
             order = next_order(tried, seen, errors[tried].tolist(), beta=beta, seed=seed)
         tried.append(order)
-        seen.append(truth[order])
-    looks_best = [tried[int(np.argmax(seen[: t + 1]))] for t in range(evaluations)]
-    return truth.max() - truth[looks_best]
+    return truth.max() - np.maximum.accumulate(truth[tried])
 
 
 def landscape(workflows: list[str], returns: np.ndarray, errors: np.ndarray) -> dict[str, float]:
@@ -95,12 +94,11 @@ def landscape(workflows: list[str], returns: np.ndarray, errors: np.ndarray) -> 
 
 
 def read_search(saved: dict[str, Any]) -> dict[str, Any]:
-    """A search by orders: its settings, workflows, and arrays (n,) of what was measured of each."""
+    """A search by orders: what is saved of it, the workflows, and arrays (n,) of what was measured of each."""
     history = sorted(saved["history"], key=lambda record: parse_workflow(record["workflow"]))
     names = ("mean_return", "standard_error", "compliance", "strict_compliance", "needless_fixes", "confirmed")
     columns = {name: np.array([record[name] for record in history], dtype=float) for name in names}
-    return {"settings": saved["settings"], "history": saved["history"], **columns,
-            "workflows": [record["workflow"] for record in history]}  # fmt: skip
+    return saved | columns | {"workflows": [record["workflow"] for record in history]}
 
 
 def row_of(search: dict[str, Any]) -> list[str]:
@@ -146,8 +144,9 @@ def main() -> None:
         command = [sys.executable, "ppo_cage2_parallel.py", "search", *flags.split(), "--no-compile"]
         subprocess.run([*command, "--eval-episodes", "5", "--logdir", str(options.folders[0])], cwd=ROOT, check=True)
     try:
-        saved = [json.loads((folder / "history.json").read_text()) for folder in options.folders]
-        searches = [read_search(x) for x in saved or stored("cage2_workflows", options.quick)["searches"]]
+        saved = [{"folder": x.name} | json.loads((x / "history.json").read_text()) for x in options.folders]
+        saved = saved or stored("cage2_workflows", options.quick)["searches"]
+        searches = [read_search(search) for search in saved]
     except (OSError, ValueError, KeyError) as error:
         sys.exit(f"error: no history of a search: {error}")
     tables = [search for search in searches if len(search["workflows"]) == len(ORDERS)]
@@ -158,19 +157,18 @@ def main() -> None:
               "mean strict compliance", "needless fixes an episode", "return: worst / mean / best", "baseline",
               "best order"]  # fmt: skip
     page += markdown_table(header, [row_of(search) for search in searches])
-    data: dict[str, Any] = {"machine": machine_info(), "searches": [
-        {"settings": search["settings"], "history": search["history"]} for search in searches]}  # fmt: skip
+    data: dict[str, Any] = {"machine": machine_info(), "searches": saved}
     rows, regrets, shapes = [], [], []
     for table in tables:
         truth, errors, red = table["mean_return"], table["standard_error"], table["settings"]["red_agent"]
         shape = landscape(table["workflows"], truth, errors)
         shapes.append([red, *(f"{value:.2f}" for value in shape.values())])
-        exact = {rule: np.array([replay(rule, seed, truth, errors) for seed in range(replays)]) for rule in RULES}
-        regrets.append(exact)
+        regret = {rule: np.array([replay(rule, seed, truth, errors) for seed in range(replays)]) for rule in RULES}
+        regrets.append(regret)
         for rule, name in RULES.items():
-            final = exact[rule][:, -1]
+            final = regret[rule][:, -1]
             rows.append([red, name, f"{final.mean():.3f} ± {final.std() / math.sqrt(replays):.3f}",
-                         f"{final.mean() / exact['random'][:, -1].mean():.2f}",
+                         f"{final.mean() / regret['random'][:, -1].mean():.2f}",
                          f"{(final == 0).mean():.0%}"])  # fmt: skip
     if tables:
         page += "\n## All 120 orders\n\n" + markdown_table(["red agent", *shape], shapes)
@@ -179,7 +177,7 @@ def main() -> None:
             ["red agent", "rule", "regret ± standard error", "of random's", "best order found"], rows
         )
         page += "\n![returns, regrets and places](cage2_workflows.png)\n"
-    pictures = {f"cage2_workflows_search_{search['settings']['red_agent']}.png": search
+    pictures = {f"cage2_workflows_{search['folder']}.png": search
                 for search in searches if len(search["workflows"]) < len(ORDERS)}  # fmt: skip
     page += "".join(f"\n![a search of {len(x['workflows'])} orders]({name})\n" for name, x in pictures.items())
     folder = write_results("cage2_workflows", data, page + "\n" + machine_line(data["machine"]), options.quick)

@@ -83,6 +83,11 @@ def cpu_model() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")
 
 
+def processor() -> str:
+    """What this process may use: its cores and their model."""
+    return f"{CORES} cores of {cpu_model()}"
+
+
 def machine_line(info: dict[str, Any]) -> str:
     """`machine_info` as one sentence for the foot of a page; notes the load afterwards in it, once."""
     after = info.setdefault("load_average_after", round(os.getloadavg()[0], 2))

@@ -45,15 +45,14 @@ from typing import Any
 import numpy as np
 
 from benchmarks.common import (
-    CORES,
     ROOT,
     at_least_one,
     commit_of,
-    cpu_model,
     machine_info,
     machine_line,
     markdown_table,
     parser_of,
+    processor,
     read_csv,
     stored,
     write_results,
@@ -165,7 +164,7 @@ def judge(script: str, logdir: str, episodes: int) -> None:
     latest, best = (Path(logdir, f"{name}.pt").read_bytes() for name in ("latest", "best"))
     finals = {"last": scores_of(script, logdir, "latest", episodes)}
     finals["best"] = finals["last"] if best == latest else scores_of(script, logdir, "best", episodes)
-    text = json.dumps({"cpu": f"{CORES} cores of {cpu_model()}", "episodes": episodes, **finals})
+    text = json.dumps({"cpu": processor(), "episodes": episodes, **finals})
     (Path(logdir) / "final.tmp").write_text(text)
     os.replace(Path(logdir) / "final.tmp", Path(logdir) / "final.json")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.common import CORES, ROOT, commit_of, cpu_model, parser_of
+from benchmarks.common import ROOT, commit_of, parser_of, processor
 
 # hyperparams/ppo.yml of rl-baselines3-zoo at 208b6fd. What it does not list is SB3's default, and so it is for Pusher
 # and for Ant, whose tuned values the Zoo has switched off. The Zoo tuned for older versions of the tasks.
@@ -123,7 +123,7 @@ def train(env_id: str, steps: int, seed: int, folder: Path, episodes: int = 100)
     model.learn(steps, callback=evaluation)
     evaluation.num_timesteps = model.num_timesteps
     evaluation.evaluate()
-    final: dict[str, Any] = {"cpu": f"{CORES} cores of {cpu_model()}", "episodes": episodes}
+    final: dict[str, Any] = {"cpu": processor(), "episodes": episodes}
     for which in ("last", "best"):
         if which == "best":
             model.policy.load_state_dict(best["weights"])

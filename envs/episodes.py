@@ -12,6 +12,12 @@ from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 from envs.state import NoState
 
 
+def begun_by(options: Any) -> Any:
+    """The environments that a reset with these options begins, as an index. To be asked before it: the mask is taken
+    out of them then."""
+    return (options or {}).get("reset_mask", slice(None))
+
+
 class EpisodeStatistics(VectorWrapper):
     """Adds to the infos of every step, each (num_envs,): `raw_reward`, the reward before any wrapper around this one
     changes it, and `episode_return` and `episode_length` of the episodes under way, those that just ended included. And
@@ -32,7 +38,7 @@ class EpisodeStatistics(VectorWrapper):
         self.lengths = np.zeros(self.num_envs, np.int64)
 
     def reset(self, *, seed=None, options=None):
-        begun = (options or {}).get("reset_mask", slice(None))  # read now, for Gymnasium takes it out
+        begun = begun_by(options)
         obs, infos = self.env.reset(seed=seed, options=options)
         self._begin(begun)
         self._check("observation", obs)

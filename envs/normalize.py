@@ -15,6 +15,8 @@ import numpy as np
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, VectorEnv, VectorWrapper
 
+from envs.episodes import begun_by
+
 
 class RunningMeanStd:
     """Mean and variance of a stream of batches."""
@@ -89,7 +91,7 @@ class NormalizeObservation(VectorWrapper):
         return clip(scaled, -self.clip, self.clip).astype(np.float32)
 
     def reset(self, *, seed=None, options=None):
-        begun = (options or {}).get("reset_mask", slice(None))
+        begun = begun_by(options)
         obs, infos = self.env.reset(seed=seed, options=options)
         if self.training:
             self.statistics.update(obs[begun])
@@ -132,7 +134,7 @@ class NormalizeReward(VectorWrapper):
         self.returns = np.zeros(self.num_envs)
 
     def reset(self, *, seed=None, options=None):
-        begun = (options or {}).get("reset_mask", slice(None))
+        begun = begun_by(options)
         obs, infos = self.env.reset(seed=seed, options=options)
         self.returns[begun] = 0.0
         return obs, infos

@@ -178,7 +178,7 @@ class Memory(VectorWrapper):
                 infos["final_obs"][n] = final[n]
             self.now[ended], self.steps[ended] = START, 0
         if self.horizon:  # the limit is then the end of the game, and no cut; what is lost with its worker remains one
-            lost = np.asarray(infos.get("worker_restarted", False))
+            lost = infos.get("worker_restarted", np.zeros(self.num_envs, bool))
             terminated, truncated = terminated | truncated & ~lost, truncated & lost
         return self.inputs(obs), rewards, terminated, truncated, infos
 

@@ -176,8 +176,8 @@ class WorkflowEnv(VectorWrapper):
         if not self.follow_infos:
             before = self.env.unwrapped.true_state()["clearable"].copy()  # type: ignore[attr-defined]
         obs, rewards, terminated, truncated, infos = self.env.step(actions)
-        done = ~np.atleast_1d(infos.get("worker_restarted", False))[:, None]  # what was lost with its worker was not
-        self.counts += done * judge_fixes(infos["game_actions"], before, RANKS[self.orders])
+        lost = infos.get("worker_restarted", np.zeros(self.num_envs, bool))  # with their worker, and their action
+        self.counts += judge_fixes(infos["game_actions"], before, RANKS[self.orders]) * ~lost[:, None]
         compliance = self.counts[:, COMPLIANT] / np.maximum(self.counts[:, JUDGED], 1)
         infos["alignment"], infos["fixes"] = self.alignment * (compliance - self.compliance), self.counts.copy()
         self.compliance = compliance
