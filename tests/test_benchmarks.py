@@ -259,9 +259,7 @@ def test_runs_are_cut_resumed_judged_and_not_repeated(tmp_path: Path, program: A
     assert all(path.stat().st_mtime_ns == modified for path, modified in times.items())
     page = (tmp_path / "x_learning.md").read_text()
     assert "| return | last | 129.5, 129.5, 129.5 | 129.5 ± 0 | 129.5 (129.5 to 129.5) |" in page
-    assert re.search(
-        r"\| 1, 2, 3 \| [0-9a-f]{7}\+? \| 1\.3 \(1\.3 to 1\.3\) \|", page
-    )  # the commit, and a + if it has changes
+    assert re.search(r"\| 1, 2, 3 \| [0-9a-f]{7}\+? \| 1\.3 \(1\.3 to 1\.3\) \|", page)  # the commit, + if changed
 
 
 def test_failed_runs_are_named_others_dropped(tmp_path: Path, program: Any, capsys: pytest.CaptureFixture[str]) -> None:
