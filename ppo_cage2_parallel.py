@@ -449,7 +449,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     (logdir / "config.json").write_text(json.dumps(config, indent=1))
     print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
           f"epochs x {args.num_minibatches} minibatches, {type(vec_env.unwrapped).__name__}: {logdir}")  # fmt: skip
-    print("The first update compiles the gradient steps, which takes 10 to 30 s (--no-compile: none).", flush=True)
+    print("The first update compiles, which takes 10 to 30 s." if args.compile else "Not compiled.", flush=True)
     if args.track is not None:
         import wandb
 
@@ -680,13 +680,12 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
     # The shared policy has the script's defaults for what the preset search sets, whatever flags say instead.
     defaults = {name: getattr(Args, name) for name in PRESETS["search"]}
     defaults |= {"workflow": "any", "red_agent": args.red_agent, "total_timesteps": options.shared_timesteps}
-    shared = run_args("shared", **defaults)  # which may refuse --shared-timesteps: before anything is written
+    needs_shared = not (args.init_from or options.fresh_policy_per_order)
+    shared = run_args("shared", **defaults) if needs_shared else args  # it may refuse: before anything is written
     folder.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".tmp").write_text(json.dumps(saved, indent=1))  # what goes on has these settings
     os.replace(path.with_suffix(".tmp"), path)
-    start = args.init_from
-    if start is None and not options.fresh_policy_per_order:
-        start = train(shared, signals)["logdir"] + "/latest.pt"
+    start = train(shared, signals)["logdir"] + "/latest.pt" if needs_shared else args.init_from
     while len(history) < options.n_workflows and not signals:
         returns, errors = [x["mean_return"] for x in history], [x["standard_error"] for x in history]
         order = next_order(tried, returns, errors, options.gp_scale, options.gp_beta, options.n_start, args.seed)

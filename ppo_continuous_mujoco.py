@@ -384,7 +384,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     (logdir / "config.json").write_text(json.dumps(config, indent=1))
     print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
           f"epochs x {args.num_minibatches} minibatches, {type(vec_env.unwrapped).__name__}: {logdir}")  # fmt: skip
-    print("The first update compiles the gradient steps, which takes 10 to 30 s (--no-compile: none).", flush=True)
+    print("The first update compiles, which takes 10 to 30 s." if args.compile else "Not compiled.", flush=True)
     if args.track is not None:
         import wandb
 

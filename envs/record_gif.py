@@ -8,8 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
+import numpy as np
 import PIL.Image
 from gymnasium.vector import VectorEnv, VectorWrapper
+
+from envs.episodes import begun_by
 
 
 class RecordGif(VectorWrapper):
@@ -34,16 +37,17 @@ class RecordGif(VectorWrapper):
         if env.render_mode != "rgb_array":
             raise gym.error.Error(f"A film needs environments that draw: render_mode rgb_array, not {env.render_mode}.")
         self.folder, self.max_frames, self.prefix, self.size = Path(folder), max_frames, prefix, size
-        render_fps = env.metadata.get("render_fps", fps)
+        render_fps = env.metadata.get("render_fps") or fps
         self.every = max(1, math.ceil(render_fps / fps))
         self.hundredths = 100 * self.every / render_fps  # of a second, for a picture
         self.pictures: list[PIL.Image.Image] = []
         self.episodes, self.episode_return, self.length = 0, 0.0, 0
 
-    def reset(self, **kwargs):
-        if self.pictures:  # of an episode that was left before its end
+    def reset(self, *, seed=None, options=None):
+        begun = np.arange(self.num_envs)[begun_by(options)]
+        if self.pictures and 0 in begun:  # of an episode that was left before its end
             self.save()
-        return self.env.reset(**kwargs)
+        return self.env.reset(seed=seed, options=options)
 
     def step(self, actions):
         if self.length % self.every == 0 and len(self.pictures) < self.max_frames:

@@ -101,6 +101,7 @@ def test_every_life_begins_with_fire_and_the_game_goes_on_to_the_last() -> None:
 
 def test_max_episode_steps_truncates() -> None:
     limited, free = AtariGame("ALE/Pong-v5", max_episode_steps=50), AtariGame("ALE/Pong-v5")
+    assert free._max_steps == 27_000  # half an hour of the console
     for seed in range(2):
         limited.reset(seed=seed)
         free.reset(seed=seed)
@@ -124,6 +125,7 @@ def test_a_restored_game_goes_on_to_the_bit() -> None:
     expected = play(env, 300, seed=1)
     play(other, 40, seed=2)
     other.set_state(state)
+    assert_same(other.get_state(), state)
     assert_same(play(other, 300, seed=1), expected)
     assert any(isinstance(entry, np.ndarray) for entry in expected)  # a game has ended meanwhile
 

@@ -26,7 +26,7 @@ from envs.cage2 import ACTION_NAMES, DECOYS, HOSTS, Cage2Env, Cage2VecEnv
 from envs.cage2.memory import DECOY_SLOTS, Memory
 from envs.cage2.scores import summarize
 from envs.vectorize import vectorize
-from tests.conftest import assert_same, command_line, tiny_args
+from tests.conftest import assert_same, command_line, spy, tiny_args
 
 
 def test_the_documents_preset_has_its_sizes(cage2: ModuleType) -> None:
@@ -202,7 +202,9 @@ def test_cells_equal_separate_shorter_episodes(cage2: ModuleType, monkeypatch: p
     torch.manual_seed(0)
     args = cage2.Args()
     agent = cage2.Agent(cage2.make_envs(args, 1), args)
+    calls = spy(monkeypatch, cage2, "evaluate")
     long = cage2.score(agent, args, 5)
+    assert [seed for (_, _, seed), _ in calls] == [10_000, 10_005, 10_010]
     cells = [f"{red}_{h}" for red in ("b_line", "meander", "sleep") for h in (30, 50, 100)]
     assert set(cells) <= long.keys()
     assert long["score"] == pytest.approx(sum(long[cell] for cell in cells))
@@ -259,8 +261,13 @@ def test_play_prints_and_writes_gifs(cage2: ModuleType, capsys: pytest.CaptureFi
     for red_agent in ("b_line", "meander", "sleep"):
         assert len(re.findall(rf"{red_agent}, episode \d: return \S+, 20 steps", out)) == 2
     assert run_main(*argv)[1] == out
-    sampled, again = (run_main(*argv, "--stochastic")[1] for _ in range(2))
+    sampled, again, later = (run_main(*argv, "--stochastic", "--seed", seed)[1] for seed in "001")
     assert sampled == again
+    first, second = (re.findall(r"b_line, episode \d: (.*)", text) for text in (sampled, later))
+    assert first[0] != first[1] == second[0]  # of the second seed
+    needless = [float(text) for text in re.findall(r"sleep.* needless_fixes (\S+)", sampled)]
+    assert needless[0] != needless[1]
+    assert needless[2] == pytest.approx(np.mean(needless[:2]))
     assert len({out, run_main(*argv, "--seed", "5")[1], sampled}) == 3
     argv += ["--red-agent", "b_line", "--workflow", "user,defender,enterprise,op_server,op_host"]
     code, out, err = run_main(*argv, "--save-gif", "--gif-dir", str(tmp_path / "gifs"))

@@ -191,16 +191,23 @@ def test_the_final_observation_shows_the_order_of_the_episode_that_ended(cage2: 
 
 
 def test_orders_depend_on_the_environments_seed_and_episode_alone(cage2: ModuleType) -> None:
-    def orders(num_envs: int, seed: int) -> np.ndarray:
-        vec_env, seen = games(cage2, num_envs, seed, max_steps=1, workflow="any"), []
+    def orders(vec_env: Any) -> np.ndarray:
+        seen = []
         for _ in range(8):
             seen.append(vec_env.orders.copy())
-            vec_env.step(np.zeros(num_envs, int))
+            vec_env.step(np.zeros(vec_env.num_envs, int))
         return np.array(seen)
 
-    four = orders(4, seed=10)
-    np.testing.assert_array_equal(four[:, 2:], orders(2, seed=12))
+    last_two, other, all_four = (
+        games(cage2, number, seed, max_steps=1, workflow="any") for number, seed in ((2, 12), (4, 1), (4, 10))
+    )
+    state, four = all_four.get_state(), orders(all_four)
+    np.testing.assert_array_equal(four[:, 2:], orders(last_two))
+    for _ in range(2):
+        other.set_state(state)
+        np.testing.assert_array_equal(orders(other), four)
     assert len(np.unique(four)) > 20
+    assert cage2.Args(workflow=USER_FIRST.replace(",", ", ")).workflow == USER_FIRST
     assert (games(cage2, 4, workflow=USER_FIRST).orders == workflow.parse_workflow(USER_FIRST)).all()
 
 
@@ -290,13 +297,13 @@ def test_operational_hosts_can_be_repaired_with_workflows_and_else_nothing_chang
 def test_alignment_is_learnt_not_reported(cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against Sleep nothing is ever compromised: an episode of 20 steps earns -6, reported only as learnt from."""
     calls = spy(monkeypatch, cage2, "compute_gae")
-    cage2.train(tiny_args(cage2, tmp_path / "run", workflow=USER_LAST, red_agent="sleep", reward_scale=1.0))
+    cage2.train(tiny_args(cage2, tmp_path / "run", workflow=USER_LAST, red_agent="sleep", reward_scale=0.5))
     progress = {name: np.array(column) for name, column in columns(tmp_path / "run").items()}
     restores = -progress["rollout/episodic_return"]  # an episode
     assert (restores > 0).all()
     assert (restores < 20).all()
     earned = float(calls[0][0][0].sum(0).mean())  # the first rollout: an episode and 5 more steps
-    assert earned == pytest.approx(-6 - restores[0] * 25 / 20, abs=1.5)
+    assert earned == pytest.approx(0.5 * (-6 - restores[0] * 25 / 20), abs=0.75)
     assert np.isnan(progress["rollout/compliance"]).all()
 
 
@@ -306,8 +313,8 @@ THIRD = {"eval_every": 100, "total_timesteps": 1000}
 STOPS: dict[str, tuple[float, Any, dict[str, Any], range | None]] = {
     # which any policy meets: in the third rollout of 25 steps, or later, but not before
     "a threshold of 0": (0.4, None, THREE_EPISODES, range(600, 2000)),
-    # it is the best, whatever the returns of those before it
-    "confirmed": (0.9, lambda recent, episodes, *others: episodes.min() >= 3, THIRD, range(300, 1000)),
+    # by the threshold itself; it is the best, whatever the returns of those before it
+    "confirmed": (0.5, lambda recent, episodes, *others: episodes.min() >= 3, THIRD, range(300, 1000)),
     # sampled actions comply, those of the evaluation do not
     "unconfirmed": (0.4, lambda *args: True, {}, None),
 }
@@ -398,15 +405,17 @@ def test_the_first_orders_are_drawn_by_seed_and_none_is_tried_twice() -> None:
     assert sorted(tries(landscape, 120)) == list(range(120))
 
 
-def test_beta_trades_the_mean_for_uncertainty() -> None:
+def test_beta_trades_the_mean_for_uncertainty(monkeypatch: pytest.MonkeyPatch) -> None:
     """After two good orders and a bad one no beta stays near the good ones, a large one leaves. Srinivas' schedule."""
     tried, seen = [0, 119, 1], ([1.0, -1.0, 0.9], [0.1] * 3)
     near, far = (search.next_order(tried, *seen, beta=beta) for beta in (0.0, 1e6))
     assert search.DISCORDANT[near, 0] == 1
     assert search.DISCORDANT[far, tried].min() > search.DISCORDANT[near, tried].min() + 1
-    assert search.next_order(tried, *seen, beta=None) not in tried
     betas = [math.sqrt(search.srinivas_beta(t)) for t in (1, 20)]
     assert betas == pytest.approx([3.9, 5.2], abs=0.05)
+    monkeypatch.setattr(search, "srinivas_beta", lambda t: 0.0 if t == 4 else 1e6)
+    assert search.next_order(tried, *seen, beta=None) == near
+    assert search.next_order([0], [-14.0], [0.1], num_random=1) == 119  # one return has no deviation
 
 
 def test_gp_ucb_halves_the_regret_of_random_orders() -> None:
@@ -433,17 +442,20 @@ def run_search(cage2: ModuleType, folder: Path, n_workflows: int = 3, **values: 
 def test_a_search_is_made_of_its_options_and_of_the_flags_of_training(
     cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained, judged, chosen = (spy(monkeypatch, cage2, name) for name in ("train", "score", "next_order"))
+    names = "train", "score", "next_order", "load"
+    trained, judged, chosen, loaded = (spy(monkeypatch, cage2, name) for name in names)
     values = {"n_start": 1, "judge_episodes": 3, "gp_scale": 0.5, "gp_beta": 9.0}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (values | {"n_workflows": 2}).items()]
-    flags += tiny_flags(cage2, tmp_path / "search", total_timesteps=100, num_minibatches=1)
+    flags += tiny_flags(cage2, tmp_path / "search", total_timesteps=100, num_minibatches=1, seed=7)
     code, out, err = command_line(cage2, capsys)("search", *flags, "--shared-timesteps", "25600")
     assert (code, err) == (0, "")
     (shared, *_), *orders = [arguments for arguments, _ in trained]
     assert (shared.total_timesteps, shared.workflow, shared.red_agent) == (25_600, "any", "meander")
+    assert (shared.num_envs, shared.learning_rate) == (256, 3e-3)  # not those of each order's
     own = [(args.learning_rate, args.total_timesteps, args.init_from) for args, *_ in orders]
     assert own == [(2e-4, 100, str(tmp_path / "search" / "shared" / "latest.pt"))] * 2  # the rate: of the preset
-    assert [arguments[3:6] for arguments, _ in chosen] == [(0.5, 9.0, 1)] * 2
+    assert [arguments[3:] for arguments, _ in chosen] == [(0.5, 9.0, 1, 7)] * 2
+    assert {path.name for (path,), _ in loaded} == {"latest.pt"}
     assert [arguments[2] for arguments, _ in judged].count(3) == 2
     returns = re.findall(r": return (\S+) ", out.partition("Orders by return")[2])
     assert returns == sorted(returns, key=float, reverse=True)
@@ -463,9 +475,10 @@ def test_a_search_is_made_of_its_options_and_of_the_flags_of_training(
 
 def test_a_stopped_order_is_not_judged(cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     signals: list[int] = []
-    monkeypatch.setattr(cage2, "train", lambda args, signals: signals.append(signal.SIGINT))
+    monkeypatch.setattr(cage2, "train", lambda args, signals: signals.append(signal.SIGINT) or {"logdir": "x"})
     options, args = cage2.SearchArgs(fresh_policy_per_order=True), tiny_args(cage2, tmp_path, workflow="any")
     assert cage2.search(options, args, signals) == []
+    assert cage2.search(cage2.SearchArgs(), replace(args, logdir=str(tmp_path / "shared")), []) == []
     with pytest.raises(cage2.UsageError, match=r"holds a search with --gp-scale 0\.2: go on"):
         cage2.search(replace(options, gp_scale=0.9), args)
 

@@ -8,6 +8,7 @@ test_checkpoint_files.py.
 from __future__ import annotations
 
 import io
+import itertools
 import json
 import os
 import re
@@ -131,7 +132,9 @@ def test_the_critics_learning_rate(continuous: ModuleType, run_tiny: Run, monkey
     assert int((rates[0] > 2e-3).sum()) == critic
 
 
-def test_the_kl_limit_ends_an_update_after_the_epoch_that_exceeds_it(run_tiny: Run) -> None:
+def test_the_kl_limit_ends_an_update_after_the_epoch_that_exceeds_it(
+    continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
     settings = TARGET | {"learning_rate": 0.03, "update_epochs": 8}
     stopped = run_tiny(target_kl=0.02, **settings)
     progress = columns(stopped["logdir"])
@@ -141,6 +144,11 @@ def test_the_kl_limit_ends_an_update_after_the_epoch_that_exceeds_it(run_tiny: R
     assert free["epochs"] == generous["epochs"] == 3 * 8
     assert_same(weights(free["logdir"]), weights(generous["logdir"]))
     assert max(columns(free["logdir"])["train/approx_kl"]) > 0.02
+    take_steps, kls = continuous.take_steps, itertools.cycle([0.0, 0.0, 0.03])  # of that epoch, not of all so far
+    monkeypatch.setattr(
+        continuous, "take_steps", lambda *a: take_steps(*a) | {"approx_kl": torch.full((2,), next(kls))}
+    )
+    assert run_tiny(target_kl=0.02, **settings)["epochs"] == 3 * 3
 
 
 def test_an_environment_that_cannot_be_saved_can_be_trained_and_resumed(run_tiny: Run) -> None:
@@ -216,6 +224,8 @@ def test_a_run_starts_from_the_policy_that_it_is_given(continuous: ModuleType, r
     assert after["run"]["global_step"] == 64
     with pytest.raises(continuous.UsageError, match="another network"):
         run_tiny(init_from=str(start), hidden_sizes=[8])
+    start.unlink()  # a resumed run needs it no more
+    assert run_tiny(logdir=going_on["logdir"], resume=True, init_from=str(start), total_timesteps=128)["rollouts"] == 2
 
 
 def test_evaluation_is_repeatable_frozen_and_on_its_own_seeds(continuous: ModuleType, finished: Path) -> None:
@@ -272,6 +282,8 @@ def test_play_plays_the_policy_and_the_statistics_of_the_checkpoint(continuous: 
     assert np.mean(returns) == pytest.approx(columns(logdir)["eval/mean_return"][-1], rel=1e-5)
     sampled, again = (continuous.play(continuous.PlayArgs(**play, stochastic=True)) for _ in range(2))
     assert sampled == again != returns
+    one = play | {"episodes": 1, "seed": 10_001}
+    assert continuous.play(continuous.PlayArgs(**one, stochastic=True)) == sampled[1:]
 
 
 def test_gifs_are_as_asked_for(finished: Path, run_main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +295,7 @@ def test_gifs_are_as_asked_for(finished: Path, run_main: Main, tmp_path: Path, m
     for flags, pictures, duration in (
         ([], 5, 50),
         (["--gif-fps", "10"], 3, 100),
+        (["--gif-fps", "15"], 3, 100),
         (["--gif-fps", "50"], 5, 50),
         (["--gif-frames", "2"], 2, 50),
     ):

@@ -6,18 +6,21 @@ import os
 import signal
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
 import numpy as np
+import PIL.Image
 import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from envs.episodes import EpisodeStatistics
 from envs.mujoco_batch import MujocoBatchVecEnv
+from envs.record_gif import RecordGif
 from envs.subproc_vec_env import SubprocVecEnv
-from envs.vectorize import vectorize
-from tests.known_values import PoisonEnv, SmallEnv
+from envs.vectorize import follow_robot, vectorize
+from tests.known_values import PlainEnv, PoisonEnv, SmallEnv
 
 STEPPING: dict[str, tuple[Callable[[], gym.Env], type]] = {
     "plain": (partial(gym.make, "Hopper-v5", ctrl_cost_weight=0.1), MujocoBatchVecEnv),
@@ -30,7 +33,9 @@ STEPPING: dict[str, tuple[Callable[[], gym.Env], type]] = {
 @pytest.mark.parametrize("name", STEPPING)
 def test_plain_mujoco_tasks_are_stepped_by_threads_and_all_else_by_processes(name: str) -> None:
     env_fn, kind = STEPPING[name]
+    threads = len(os.listdir("/proc/self/task"))
     vec_env = vectorize(env_fn, 2, 1)
+    assert kind is SubprocVecEnv or len(os.listdir("/proc/self/task")) == threads  # the caller's is the one
     assert type(vec_env.env) is kind
     assert vec_env.num_envs == 2
     assert vec_env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
@@ -46,6 +51,10 @@ def test_arguments_reach_the_processes_and_errors_the_caller(monkeypatch: pytest
         vectorize(partial(gym.make, "Hoper-v5"), 2)
     with pytest.raises(gym.error.Error, match="takes no render_mode"):
         vectorize(partial(BadEnd, True, render_mode="rgb_array"), 1)
+    with pytest.raises(TypeError, match="truncated"):
+        vectorize(BadEnd, 1)
+    robot: Any = follow_robot(gym.make("HalfCheetah-v5", render_mode="rgb_array")).unwrapped
+    assert robot.mujoco_renderer.camera_id == 0
     monkeypatch.setattr(os, "environ", {})
     with pytest.raises(gym.error.Error, match="There is no display"):
         vectorize(partial(gym.make, "Hopper-v5", render_mode="human"), 1)
@@ -54,7 +63,7 @@ def test_arguments_reach_the_processes_and_errors_the_caller(monkeypatch: pytest
 def test_returns_and_lengths_are_those_of_each_episode_also_in_the_step_that_ends_it() -> None:
     vec_env = vectorize(partial(gym.make, "KnownValues-v0", max_episode_steps=5), 3, 1)  # earns 1 a step
     vec_env.reset(seed=1)
-    lengths, num_ended = np.zeros(3), 0
+    lengths, num_ended, kept = np.zeros(3), 0, []
     for step in range(20):
         if step == 10:
             vec_env.reset()
@@ -63,9 +72,11 @@ def test_returns_and_lengths_are_those_of_each_episode_also_in_the_step_that_end
         lengths += 1
         assert infos["raw_reward"].tolist() == rewards.tolist() == [1.0] * 3
         assert infos["episode_return"].tolist() == infos["episode_length"].tolist() == lengths.tolist()
+        kept += [infos["episode_return"], lengths.copy()]
         lengths[terminations | truncations] = 0
         num_ended += int((terminations | truncations).sum())
     assert num_ended > 5
+    np.testing.assert_array_equal(kept[::2], kept[1::2])  # infos are not written again
     vec_env.close()
 
 
@@ -90,6 +101,41 @@ def test_a_reset_by_mask_begins_episodes_only_where_it_resets() -> None:
     assert vec_env.returns.tolist() == [4.0, 0.0, 4.0]
 
 
+class Drawn(PlainEnv):
+    """Ends after so many steps, and draws which one it is."""
+
+    metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 125}
+    render_mode = "rgb_array"
+
+    def __init__(self, length: int) -> None:
+        self.length, self.count = length, 0
+
+    def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
+        self.count += 1
+        return np.zeros(1, np.float32), 1.0, self.count % self.length == 0, False, {}
+
+    def render(self) -> Any:
+        return np.full((9, 9, 3), self.count, np.uint8)
+
+
+def test_a_film_is_of_one_episode_of_the_first_environment_and_plays_in_real_time(tmp_path: Path) -> None:
+    """Whether it ended or was left: here after 70, 3 and 2 steps. 125 steps a second are every seventh of them."""
+    envs = SyncVectorEnv([partial(Drawn, 70), partial(Drawn, 4)], autoreset_mode=AutoresetMode.DISABLED)
+    films = RecordGif(envs, tmp_path, fps=20)
+    for steps in (70, 3, 2):
+        films.reset()
+        for _ in range(steps):
+            if (ended := films.step(np.zeros((2, 1), np.float32))[2])[1]:
+                films.reset(options={"reset_mask": ended & [False, True]})
+    films.close()
+    names = [f"episode_{i:03d}_return_{n}_steps_{n}.gif" for i, n in ((1, 70), (2, 3), (3, 2))]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    with PIL.Image.open(tmp_path / names[0]) as gif:
+        assert (gif.n_frames, sum(gif.seek(i) or gif.info["duration"] for i in range(10))) == (10, 560)
+    envs.metadata = {"render_fps": None}
+    assert RecordGif(envs, tmp_path, fps=10).hundredths == 10
+
+
 def test_the_saved_state_of_other_wrappers_is_refused() -> None:
     kinds = (gym.wrappers.NormalizeObservation, gym.wrappers.ClipAction)
     saved, other = (vectorize(partial(lambda kind: kind(gym.make("Poison-v0")), kind), 1, 1) for kind in kinds)
@@ -101,7 +147,7 @@ def test_the_saved_state_of_other_wrappers_is_refused() -> None:
 
 
 class BadEnd(SmallEnv):
-    """The observation that its first episode ends with is not finite; it ends as told."""
+    """The observation that its first episode ends with is not finite, if its seed is 3; it ends as told."""
 
     def __init__(self, truncated: bool) -> None:
         super().__init__(obs_dim=2)
@@ -113,7 +159,7 @@ class BadEnd(SmallEnv):
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         self.state[0] += 1
         over = bool(self.state[0] == 4)
-        obs = np.array([1.0, np.nan if over else 0.0], np.float32)
+        obs = np.array([1.0, np.nan if over and self.np_random_seed == 3 else 0.0], np.float32)
         return obs, 0.0, over and not self.truncated, over and self.truncated, {}
 
 
@@ -121,7 +167,13 @@ FAULTS: dict[str, tuple[Callable[[], gym.Env], str]] = {
     f"{what} {value}": (partial(PoisonEnv, what, value, at=4), f"The {name} of environment 1 is not finite in step 4 ")
     for what, name in (("reward", "reward"), ("obs", "observation"))
     for value in (np.nan, np.inf, -np.inf)
-} | {"truncated": (partial(BadEnd, True), "The final observation of environment 0 is not finite in step 4 ")}
+} | {
+    "truncated": (partial(BadEnd, True), "The final observation of environment 1 is not finite in step 4 "),
+    "first": (
+        lambda: gym.wrappers.TransformObservation(PoisonEnv(), lambda obs: obs * np.nan, None),
+        "The observation of environment 0 is not finite in step 0 ",
+    ),
+}
 
 
 def run(env_fn: Callable[[], gym.Env], num_steps: int = 6) -> None:

@@ -206,40 +206,41 @@ def test_one_optimiser_serves_the_whole_run(watched: Watched) -> None:
 # ---- what a run does and leaves -------------------------------------------------------------------------------------
 
 
+DECAYS = {"linear": [1, 2 / 3, 1 / 3], "none": [1, 1, 1], "exponential": [1, 0.01 ** (1 / 3), 0.01 ** (2 / 3)]}
+
+
 @pytest.mark.parametrize(
-    ("decay", "rates", "every", "evaluated"),
-    [
-        ("linear", [1, 2 / 3, 1 / 3], 0, [3]),
-        ("none", [1, 1, 1], 1.5, [2, 3]),
-        ("exponential", [1, 0.01 ** (1 / 3), 0.01 ** (2 / 3)], 0.4, [1, 2, 3]),
-    ],
+    ("decay", "bonus_decay", "every", "evaluated"),
+    [("linear", "none", 0, [3]), ("none", "exponential", 1.5, [2, 3]), ("exponential", "linear", 0.4, [1, 2, 3])],
 )
 def test_there_are_exactly_num_updates_with_their_rates_and_evaluations(
-    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decay: str, rates: list[float], every: float,
+    script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, decay: str, bonus_decay: str, every: float,
     evaluated: list[int],
 ) -> None:  # fmt: skip
     """Of three and a half batches: three updates, evaluated at the next one after so many batches, and at the end."""
     batch = tiny_args(script, tmp_path).batch_size
     values = {"total_timesteps": batch * 7 // 2, "lr_decay": decay, "eval_every": int(every * batch)}
     has_bonus = hasattr(script.Args, "ent_decay")
-    args = tiny_args(script, tmp_path, **values | ({"ent_decay": decay} if has_bonus else {}))
+    args = tiny_args(script, tmp_path, **values | ({"ent_decay": bonus_decay} if has_bonus else {}))
     calls = spy(monkeypatch, script, "take_steps")
     script.train(args)
     progress = columns(tmp_path)
     assert progress["global_step"] == [batch, 2 * batch, 3 * batch]
-    np.testing.assert_allclose(progress["train/learning_rate"], args.learning_rate * np.array(rates), rtol=1e-5)
+    np.testing.assert_allclose(progress["train/learning_rate"], args.learning_rate * np.array(DECAYS[decay]), rtol=1e-5)
     if has_bonus:
-        np.testing.assert_allclose(progress["train/ent_coef"], args.ent_coef * np.array(rates), rtol=1e-5)
+        np.testing.assert_allclose(progress["train/ent_coef"], args.ent_coef * np.array(DECAYS[bonus_decay]), rtol=1e-5)
         used = [float(given[1].ent_coef) for given, _ in calls[:: len(calls) // 3]]
         np.testing.assert_allclose(used, progress["train/ent_coef"], rtol=1e-5)
         replace(args, ent_coef=torch.ones((), requires_grad=True))  # like one on a GPU: numpy cannot read it
     assert (np.flatnonzero(np.isfinite(progress["eval/mean_return"])) + 1).tolist() == evaluated
+    args.logdir, args.num_steps = str(tmp_path / "longer"), 2 * args.num_steps  # what follows from it is computed anew
+    assert script.train(args)["global_step"] == 2 * batch
 
 
 def test_best_is_of_deterministic_actions(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The second of three here; sampled actions would be better still."""
+    """The second of three here, and the first of two equals; sampled actions would be better still."""
     name = "score" if hasattr(script, "score") else "evaluate"
-    original, values = getattr(script, name), iter([1.0, 3.0, 2.0])
+    original, values = getattr(script, name), iter([1.0, 3.0, 3.0])
 
     def judged(*given: Any, deterministic: bool = True) -> Any:
         if name == "score":
@@ -335,11 +336,10 @@ def test_equal_seeds_give_equal_runs_and_different_ones_do_not(script: ModuleTyp
 def test_how_often_is_evaluated_and_saved(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = tiny_args(script, tmp_path).batch_size
     saved, made = spy(monkeypatch, script, "save"), spy(monkeypatch, script, "make_envs")
-    for save_every, expected in ((batch, 3), (0, 2)):  # 0: after the first update, and at the end
+    for save_every, expected in ((batch, 4), (2 * batch, 3), (0, 2)):  # 0: after the first update, and at the end
         saved.clear()
-        script.train(
-            tiny_args(script, tmp_path / str(save_every), save_every=save_every, eval_every=0, eval_episodes=7)
-        )
+        values = {"total_timesteps": 4 * batch, "save_every": save_every, "eval_every": 0, "eval_episodes": 7}
+        script.train(tiny_args(script, tmp_path / str(save_every), **values))
         assert [path.name for (path, _), _ in saved].count("latest.pt") == expected
     assert {arguments[1] for arguments, _ in made} == {tiny_args(script, tmp_path).num_envs, 7}
 

@@ -122,6 +122,7 @@ def test_every_flag_of_the_games_reaches_them(mario: ModuleType) -> None:
         assert knows(env), name
         assert not knows(usual), name
         env.close()
+    assert mario.make_env(mario.Args(backend="nes_py", reset_steps=None)).max_episode_steps == 0
     usual.close()
 
 
@@ -208,6 +209,8 @@ def test_rollout_success_rate(mario: ModuleType, backend: str, tmp_path: Path, m
     progress = columns(tmp_path / "run")
     assert progress["counters/resets"][0] > 1
     assert progress["rollout/success_rate"][0] == pytest.approx(1 / progress["counters/resets"][0])
+    run = mario.load(tmp_path / "run" / "latest.pt")["run"]
+    assert run["training_success"] == pytest.approx(progress["rollout/success_rate"][0])  # minibatches grow by it
 
 
 def test_a_flag_is_success_in_training_evaluation_and_play(
@@ -330,7 +333,8 @@ def test_play_films_the_stage(mario: ModuleType, run: Path, tmp_path: Path, caps
             assert gif.size == (256, 240)  # the full screen
         return [path.read_bytes() for path in paths]
 
-    assert len(films("--episodes", "2", "--stochastic")) == 2
+    sampled, again = (films("--episodes", "2", "--stochastic") for _ in range(2))
+    assert (len(sampled), sampled == again) == (2, True)
     own = films()
     assert films("--env-id", "Mario-1-1") == own
     assert films("--env-id", "Mario-4-1") != own

@@ -153,6 +153,8 @@ def test_a_restored_stack_continues_bit_for_bit() -> None:
     second.reset(seed=99)
     second.set_state(state)
     assert_same([second.step(ACTIONS) for _ in range(15)], expected)
+    first.reset()
+    second.reset()
     assert_same(state, saved)  # a copy, and not changed by who goes on from it
     first.close()
     second.close()

@@ -111,7 +111,7 @@ KILLED: dict[str, tuple[str, dict[str, Any]]] = {
     "robots in threads": ("ppo_continuous_mujoco", MUJOCO | {"env_id": "Hopper-v5", "num_workers": 2}),
     "robots, compiled": ("ppo_continuous_mujoco", MUJOCO | {"env_id": "Hopper-v5", "compile": True}),
     "CAGE2": ("ppo_cage2_parallel", CAGE2),
-    "CAGE2 with a workflow": ("ppo_cage2_parallel", CAGE2 | {"workflow": "any"}),
+    "CAGE2 with a workflow": ("ppo_cage2_parallel", CAGE2 | {"workflow": "any", "finite_horizon": True}),
     "CAGE2, compiled": ("ppo_cage2_parallel", CAGE2 | {"compile": True}),
     "Mario on nes_py, slow": ("ppo_atari_mario", MARIO | {"backend": "nes_py"}),  # which plays all episodes again
     "Mario on fceumm": ("ppo_atari_mario", MARIO | {"backend": "fceumm", "num_workers": 2}),

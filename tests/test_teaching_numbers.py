@@ -352,3 +352,5 @@ def test_time_scaling_hides_growth(continuous: ModuleType, run_tiny: Run, monkey
     assert torch.equal(torch.cat([rewards for (rewards, *_), _ in calls]), torch.full((30, 4), -10.0))
     progress = columns(result["logdir"])
     assert (progress["rollout/episodic_return"], progress["rollout/LTA_return"]) == ([-550] * 2, [-55] * 2)
+    run_tiny(env_id="Growing-v0", time_scaled_reward=True, **sizes)
+    assert calls[2][0][0][1:].abs().max() < 2  # normalised too
