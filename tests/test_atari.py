@@ -42,9 +42,6 @@ def play(env: gym.Env, steps: int, seed: int = 0) -> list[Any]:
     return seen
 
 
-# ---- the environment ------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.filterwarnings("ignore:.*different from the unwrapped version.*", "ignore:.*not having a spec.*")
 def test_gymnasium_accepts_a_game() -> None:
     env = AtariGame("ALE/Pong-v5", render_mode="rgb_array")
@@ -151,9 +148,6 @@ def test_options_out_of_range_and_states_with_other_frames_are_refused() -> None
         AtariGame("ALE/Pong-v5").set_state(state)
 
 
-# ---- the command line -----------------------------------------------------------------------------------------------
-
-
 def test_unknown_games_are_refused_with_the_closest_name(mario: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     main, wrong = command_line(mario, capsys), ("ALE/Breakout-v4", "ALE/", "ALE/nothing", "ALE/Pong-v5 --frame-stack 0")
     for flags, message in {"ALE/Breakou-v5": "Did you mean: `Breakout`?", **dict.fromkeys(wrong, "")}.items():
@@ -168,8 +162,6 @@ def test_the_flags_of_the_games_reach_them(mario: ModuleType, tmp_path: Path) ->
     known = (len(env.reset()[0]), env.env.frame_skip, env.env.noop_max, env.env.env.repeat_action_probability)
     assert known == tuple(flags.values())
 
-
-# ---- training -------------------------------------------------------------------------------------------------------
 
 Learn = Callable[..., tuple[torch.Tensor, torch.Tensor, dict[str, list[float]]]]
 

@@ -40,9 +40,6 @@ def test_the_documents_preset_has_its_sizes(cage2: ModuleType) -> None:
     assert vec_env.single_action_space.n == 145
 
 
-# ---- actions and memory ---------------------------------------------------------------------------------------------
-
-
 def test_actions_are_four_verbs_on_nine_hosts_or_the_games_own(cage2: ModuleType) -> None:
     hosts = ["Defender", "Enterprise0", "Enterprise1", "Enterprise2", "Op_Server0", "User1", "User2", "User3", "User4"]
     vec_env = cage2.make_envs(cage2.Args(), 36)
@@ -192,9 +189,6 @@ def test_a_finite_horizon_terminates_and_shows_the_time(cage2: ModuleType) -> No
     os.kill(games.env._pool.workers[0].process.pid, signal.SIGKILL)
     assert [x.tolist() for x in lost.step(np.zeros(2, int))[2:4]] == [[False, False], [True, False]]
     lost.close()
-
-
-# ---- evaluation, runs, playing --------------------------------------------------------------------------------------
 
 
 def test_cells_equal_separate_shorter_episodes(cage2: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

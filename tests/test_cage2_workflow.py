@@ -442,8 +442,7 @@ def run_search(cage2: ModuleType, folder: Path, n_workflows: int = 3, **values: 
 def test_a_search_is_made_of_its_options_and_of_the_flags_of_training(
     cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    names = "train", "score", "next_order", "load"
-    trained, judged, chosen, loaded = (spy(monkeypatch, cage2, name) for name in names)
+    trained, judged, chosen, loaded = (spy(monkeypatch, cage2, x) for x in ("train", "score", "next_order", "load"))
     values = {"n_start": 1, "judge_episodes": 3, "gp_scale": 0.5, "gp_beta": 9.0}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (values | {"n_workflows": 2}).items()]
     flags += tiny_flags(cage2, tmp_path / "search", total_timesteps=100, num_minibatches=1, seed=7)

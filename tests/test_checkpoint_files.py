@@ -186,9 +186,6 @@ def test_play_and_resume_import_no_module_that_only_the_file_names(
     assert Path("ran").exists()
 
 
-# ---- folders --------------------------------------------------------------------------------------------------------
-
-
 def test_a_folder_in_use_is_refused_until_its_process_is_gone(script: ModuleType, tmp_path: Path) -> None:
     """Also to `--resume`; and a process that dies leaves no lock behind."""
     logdir, output = tmp_path / "run", tmp_path / "output.txt"

@@ -282,8 +282,8 @@ def test_play_plays_the_policy_and_the_statistics_of_the_checkpoint(continuous: 
     assert np.mean(returns) == pytest.approx(columns(logdir)["eval/mean_return"][-1], rel=1e-5)
     sampled, again = (continuous.play(continuous.PlayArgs(**play, stochastic=True)) for _ in range(2))
     assert sampled == again != returns
-    one = play | {"episodes": 1, "seed": 10_001}
-    assert continuous.play(continuous.PlayArgs(**one, stochastic=True)) == sampled[1:]
+    play |= {"episodes": 1, "seed": 10_001}
+    assert continuous.play(continuous.PlayArgs(**play, stochastic=True)) == sampled[1:]
 
 
 def test_gifs_are_as_asked_for(finished: Path, run_main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,9 +103,6 @@ def watched(script: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Wat
     return watch(script, tmp_path_factory.mktemp("loop"))
 
 
-# ---- what the loop hands to the mathematics -------------------------------------------------------------------------
-
-
 def value_of(agent: Any, obs: Any) -> torch.Tensor:
     with torch.no_grad():
         return agent.get_value(torch.as_tensor(np.asarray(obs)))
@@ -201,9 +198,6 @@ def test_one_optimiser_serves_the_whole_run(watched: Watched) -> None:
     checkpoint = torch.load(Path(watched.args.logdir) / "latest.pt", weights_only=True)
     assert checkpoint["adam"]["step"] == taken == checkpoint["run"]["minibatch_updates"]
     assert taken == 2 * watched.args.update_epochs * watched.args.num_minibatches
-
-
-# ---- what a run does and leaves -------------------------------------------------------------------------------------
 
 
 DECAYS = {"linear": [1, 2 / 3, 1 / 3], "none": [1, 1, 1], "exponential": [1, 0.01 ** (1 / 3), 0.01 ** (2 / 3)]}

@@ -267,11 +267,7 @@ def test_mistakes_are_answered_in_one_sentence() -> None:
         with pytest.raises(ValueError, match=message):
             call()
     envs = MujocoBatchVecEnv("Hopper-v5", 2, 1)
-    for how in (
-        copy.copy,
-        copy.deepcopy,
-        pickle.dumps,
-    ):  # a copy would step the original's robots, or read freed memory
+    for how in (copy.copy, copy.deepcopy, pickle.dumps):  # it would step the original's robots, or read freed memory
         with pytest.raises(TypeError, match=r"live in C memory.*use get_state\(\) and set_state\(\)"):
             how(envs._sims)
     with pytest.raises(ResetNeeded):

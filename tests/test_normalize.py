@@ -27,9 +27,6 @@ def vec(env_id: str = "KnownValues-v0", limit: int | None = 5, kind: Any = SyncV
     return kind(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
-# ---- statistics -----------------------------------------------------------------------------------------------------
-
-
 @settings(max_examples=40)
 @given(st.integers(0, 2**32 - 1), st.lists(st.integers(1, 9), min_size=1, max_size=8), st.floats(-1e3, 1e3))
 def test_running_statistics_are_those_of_all_samples_at_once(seed: int, sizes: list[int], offset: float) -> None:
@@ -58,9 +55,6 @@ def test_the_prior_fades_at_once_and_squares_are_summed_in_double(batch: Any, me
     assert (running.mean.tolist(), running.var.tolist()) == ([0.0], [1.0])
     running.update(batch)
     np.testing.assert_allclose([*running.mean, *running.var], [mean, var], rtol=2e-3)
-
-
-# ---- observations ---------------------------------------------------------------------------------------------------
 
 
 def test_observations_are_scaled_by_what_was_seen_so_far_and_final_ones_too_without_being_counted() -> None:
@@ -114,9 +108,6 @@ def test_only_boxes_and_only_steps_that_are_transitions_can_be_normalized() -> N
         NormalizeReward(SyncVectorEnv([lambda: gym.make("KnownValues-v0")]), 0.9)
 
 
-# ---- rewards --------------------------------------------------------------------------------------------------------
-
-
 def test_rewards_are_divided_by_the_deviation_of_the_discounted_return_which_starts_anew_at_either_end() -> None:
     wrapped = NormalizeReward(vec(), 0.9, clip=1.5)
     wrapped.reset(seed=1)
@@ -137,9 +128,6 @@ def test_rewards_are_divided_by_the_deviation_of_the_discounted_return_which_sta
     assert np.flatnonzero(wrapped.returns == 0).tolist() == [0, *np.flatnonzero(returns[1:] == 0) + 1]
     wrapped.reset()
     assert not wrapped.returns.any()
-
-
-# ---- saved and restored ---------------------------------------------------------------------------------------------
 
 
 def test_a_restored_stack_continues_bit_for_bit() -> None:

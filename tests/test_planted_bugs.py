@@ -29,36 +29,21 @@ class Bug(NamedTuple):
 CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
     "test_ppo_math::test_gae_of_three_steps_worked_by_hand[a termination]": {
         "a termination is bootstrapped": ("next_values * terminations.logical_not() - values", "next_values - values"),
-        "the recursion runs across episodes": (
-            "decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not()",
-            "decay = gamma * gae_lambda * torch.ones_like(values)",
-        ),
+        "the recursion runs across episodes": ("terminations.logical_or(truncations)", "torch.zeros_like(values)"),
     },
     "test_ppo_math::test_gae_of_three_steps_worked_by_hand[a truncation]": {
-        "a time limit is not bootstrapped": (
-            "terminations.logical_not() - values",
-            "terminations.logical_or(truncations).logical_not() - values",
-        ),
-        "the recursion runs across time limits": (
-            "gae_lambda * terminations.logical_or(truncations).logical_not()",
-            "gae_lambda * terminations.logical_not()",
-        ),
+        "limits are not bootstrapped": ("values * terminations.", "values * terminations.logical_or(truncations)."),
+        "the recursion runs across time limits": ("terminations.logical_or(truncations)", "terminations"),
     },
     "test_ppo_math::test_gae_of_three_steps_worked_by_hand[no end]": {
         "lambda is forgotten": ("decay = gamma * gae_lambda", "decay = gamma"),
         "gamma is forgotten in the residual": ("rewards + gamma * next_values", "rewards + next_values"),
         "the recursion runs forwards": ("reversed(range(len(rewards) - 1))", "range(len(rewards) - 1)"),
-        "advantages are the critic's targets": (
-            "return advantages, advantages + values",
-            "return advantages, advantages",
-        ),
+        "advantages are the critic's targets": ("advantages, advantages + values", "advantages, advantages"),
     },
     "test_ppo_math::test_normalized_advantages_by_hand": {
         "advantages are divided by their variance": ("(advantages.std(dim,", "(advantages.var(dim,"),
-        "advantages keep their mean": (
-            "return (advantages - advantages.mean(dim, keepdim=True)) /",
-            "return advantages /",
-        ),
+        "advantages keep their mean": ("(advantages - advantages.mean(dim, keepdim=True)) /", "advantages /"),
     },
     "test_loops::test_advantages_are_normalized_over_the_scope[per_env]": {
         "per-environment normalisation takes the wrong axis": ("dim=0 if args.norm_adv", "dim=1 if args.norm_adv"),
@@ -72,18 +57,9 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
         "the larger objective counts": ("-torch.min(ratio", "-torch.max(ratio"),
         "nothing is clipped": ("clipped_ratio * advantages)", "ratio * advantages)"),
         "only the clipped ratio counts": ("torch.min(ratio * adv", "torch.min(clipped_ratio * adv"),
-        "the ratio is clipped above only": (
-            "ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)",
-            "ratio.clamp(max=1 + args.clip_coef)",
-        ),
-        "the ratio is upside down": (
-            "= policy.log_prob(batch.actions) - batch.log_probs",
-            "= batch.log_probs - policy.log_prob(batch.actions)",
-        ),
-        "the ratio is of stale log-probabilities": (
-            "policy.log_prob(batch.actions) -",
-            "policy.log_prob(batch.actions).detach() -",
-        ),
+        "the ratio is clipped above only": ("ratio.clamp(1 - args.clip_coef, 1 +", "ratio.clamp(max=1 +"),
+        "the ratio is upside down": ("ratio = log_ratio.exp()", "ratio = (-log_ratio).exp()"),
+        "the ratio is of stale log-probabilities": ("log_prob(batch.actions) -", "log_prob(batch.actions).detach() -"),
         "the ratio is not exponentiated": ("ratio = log_ratio.exp()", "ratio = 1 + log_ratio"),
     },
     "test_ppo_math::test_the_entropy_bonus_pulls_the_entropy_up": {
@@ -111,10 +87,7 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
         "metrics are not detached": ("{name: value.detach() for name, value in metrics.items()}", "metrics"),
     },
     "test_ppo_math::test_explained_variance_cases": {
-        "explained variance forgets the error": (
-            "(returns - values).var(correction=0) / variance",
-            "values.var(correction=0) / variance",
-        ),
+        "explained variance forgets the error": ("(returns - values).var(", "values.var("),
     },
     "test_ppo_math::test_a_step_is_that_of_torchs_adam[0.5]": {
         "Adam's mean is corrected too little": ("math.log(0.9))", "math.log(0.8))"),
@@ -127,10 +100,7 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
         "small gradients are scaled up": ('/ metrics["grad_norm"]).clamp(max=1.0)', '/ metrics["grad_norm"])'),
     },
     "test_ppo_math::test_values_log_probs_and_entropies_are_one_number": {
-        "each action dimension has a log-probability of its own": (
-            "Independent(components, 1,",
-            "Independent(components, 0,",
-        ),
+        "each action dimension has a log-probability": ("Independent(components, 1,", "Independent(components, 0,"),
         "a batch of one loses its dimension": ("self.critic(obs).squeeze(-1)", "self.critic(obs).squeeze()"),
     },
     "test_ppo_math::test_log_std_init_is_the_logarithm": {
@@ -141,16 +111,10 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
     },
     "test_loops::test_what_follows_a_step_is_the_final_observation": {
         "the reset observation is bootstrapped": ("next_values[times, indices] = agent", "_ = agent"),
-        "a time limit is stored as a termination": (
-            "(rewards, terminated, truncated, infos",
-            "(rewards, terminated | truncated, truncated, infos",
-        ),
+        "a time limit is a termination": ("(rewards, terminated, trunc", "(rewards, terminated | truncated, trunc"),
     },
     "test_loops::test_what_is_learnt_from_is_the_action_that_was_sampled": {
-        "the action is clipped before its log-probability": (
-            "rows.append((obs, actions,",
-            "rows.append((obs, actions.clamp(-1, 1),",
-        ),
+        "the action is clipped before its log-probability": ("obs, actions, *map", "obs, actions.clamp(-1, 1), *map"),
         "the environment gets unclipped actions": ("vec_env = ClipAction(vec_env)", "vec_env = vec_env"),
     },
     "test_loops::test_every_transition_is_used_once_an_epoch": {
@@ -165,10 +129,7 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
     },
     "test_loops::test_there_are_exactly_num_updates[linear]": {
         "one update too many": ("while run.global_step < all_steps", "while run.global_step <= all_steps"),
-        "the learning rate starts one update late": (
-            "progress = run.global_step /",
-            "progress = (run.global_step + args.batch_size) /",
-        ),
+        "the learning rate starts one update late": ("= run.global_step /", "= (run.global_step + args.batch_size) /"),
     },
     "test_continuous_script::test_the_critics_learning_rate": {
         "the critic's learning rate is everybody's": ('name.startswith("critic")', "True"),
@@ -177,20 +138,11 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
         "the KL limit stops nothing": ("if args.target_kl is not None and", "if False and"),
     },
     "test_continuous_script::test_average_reward_mode": {
-        "the average-reward mode discounts": (
-            "rewards, gamma = rewards - run.average_reward, 1.0",
-            "rewards = rewards - run.average_reward",
-        ),
+        "the average-reward mode discounts": ("- run.average_reward, 1.0", "- run.average_reward, gamma"),
     },
     "test_continuous_script::test_no_fall_ends_an_average_reward": {
-        "a fall ends the average-reward mode's life": (
-            "torch.zeros_like(terminated), truncated * (1 - terminated)",
-            "terminated, truncated * (1 - terminated)",
-        ),
-        "a time limit ends the average-reward mode's life after a fall": (
-            "torch.zeros_like(terminated), truncated * (1 - terminated)",
-            "torch.zeros_like(terminated), truncated",
-        ),
+        "a fall ends the average-reward mode's life": ("torch.zeros_like(terminated), trunc", "terminated, trunc"),
+        "a time limit ends the average-reward mode's life after a fall": ("truncated * (1 - terminated)", "truncated"),
     },
     "test_continuous_script::test_evaluation_takes_the_mode": {
         "evaluation samples its actions": ("policy.mode if deterministic", "policy.mode if not deterministic"),
@@ -199,10 +151,7 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
         "evaluation moves the statistics": ("args.norm_obs and statistics is None", "args.norm_obs"),
     },
     "test_loops::test_there_are_exactly_num_updates[none]": {
-        "thresholds must be hit exactly": (
-            "run.global_step % (args.eval_every or math.inf) < args.batch_size",
-            "run.global_step % (args.eval_every or math.inf) == 0",
-        ),
+        "thresholds must be hit": ("eval_every or math.inf) < args.batch_size", "eval_every or math.inf) == 0"),
     },
     "test_resume::test_a_run_may_be_extended[Hopper]": {
         "random numbers are not restored": ('torch.set_rng_state(checkpoint["generator"])', "pass"),
@@ -216,10 +165,7 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
         "rows after the checkpoint stay": ("log.truncate(min(run.csv_size, log.tell()))", "log.tell()"),
     },
     "test_continuous_script::test_play_plays_the_policy_and_the_statistics": {
-        "the statistics of a checkpoint are not loaded": (
-            'statistics.set_state(tree_map(np.asarray, checkpoint["statistics"]))',
-            "pass",
-        ),
+        "the statistics of a checkpoint are not loaded": ("statistics.set_state(", "(lambda state: 0)("),
     },
 }
 BUGS = {name: Bug(*texts, test) for test, bugs in CAUGHT.items() for name, texts in bugs.items()}

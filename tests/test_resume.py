@@ -100,8 +100,6 @@ def start(script: ModuleType, logdir: Path, values: dict[str, Any], prepare: Cal
     return fork(work, logdir.parent / "output.txt")
 
 
-# ---- kill -9 --------------------------------------------------------------------------------------------------------
-
 # Runs of 20 updates, with a checkpoint after every second one and an evaluation after every fifth.
 MUJOCO = {"total_timesteps": 20 * 64, "save_every": 128, "eval_every": 320}
 CAGE2 = {"total_timesteps": 20 * 100, "save_every": 200, "eval_every": 500}
@@ -186,9 +184,6 @@ def test_tensorboard_shows_one_curve_without_holes_or_doubled_points(continuous:
     assert set(events.Tags()["scalars"]) == logged - {"global_step"}
 
 
-# ---- continuing on purpose ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "values",
     [
@@ -239,9 +234,6 @@ def test_the_command_line_resumes_a_run(continuous: ModuleType, run_main: Any, t
     assert run_main("--resume", *logdir)[0] == 0  # complete: nothing to do
     assert {name: (run / name).read_bytes() for name in before} == before
     assert json.loads((run / "config.json").read_text())["args"]["num_steps"] == 16
-
-
-# ---- signals --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=lambda x: str(int(x)))

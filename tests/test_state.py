@@ -31,9 +31,6 @@ def through_a_file(state: Any) -> Any:
     return tree_map(lambda x: x.numpy() if isinstance(x, torch.Tensor) else x, torch.load(file, weights_only=True))
 
 
-# ---- robots and wrappers --------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("env_id", ["HalfCheetah-v5", "Ant-v5", "Hopper-v5"])
 def test_a_restored_simulation_goes_on_bit_for_bit(env_id: str) -> None:
     """From every state of a random walk, among them those where a contact begins or ends in the last sub-step."""
@@ -169,9 +166,6 @@ def test_what_belongs_to_no_state_is_left_out() -> None:
     names = [name for attributes in get_state(env)["wrappers"] for name in attributes]
     assert "pop_frames" in names
     assert not [name for name in names if "thing" in name or name in ("env", "spec", "frame_list")]
-
-
-# ---- what cannot be saved -------------------------------------------------------------------------------------------
 
 
 class Opaque(PoisonEnv):
