@@ -449,7 +449,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     (logdir / "config.json").write_text(json.dumps(config, indent=1))
     print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
           f"epochs x {args.num_minibatches} minibatches, {type(vec_env.unwrapped).__name__}: {logdir}")  # fmt: skip
-    print("The first update compiles, which takes 10 to 30 s." if args.compile else "Not compiled.", flush=True)
+    if args.compile:
+        print("The first update compiles the gradient steps, which takes 10 to 30 s (--no-compile: none).", flush=True)
     if args.track is not None:
         import wandb
 
@@ -580,7 +581,6 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
                 (logdir / "best.json").write_text(json.dumps({"problem": args.game, "score": run.best_score}))
             save(logdir / "latest.pt", state)
             vec_env.unwrapped.advice = f"Go on: python {sys.argv[0]} --resume --logdir {logdir}"
-
     for resource in (vec_env, writer, log):
         resource.close()
     end = ", ended by --compliance-threshold" if run.compliant else ""

@@ -384,7 +384,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     (logdir / "config.json").write_text(json.dumps(config, indent=1))
     print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
           f"epochs x {args.num_minibatches} minibatches, {type(vec_env.unwrapped).__name__}: {logdir}")  # fmt: skip
-    print("The first update compiles, which takes 10 to 30 s." if args.compile else "Not compiled.", flush=True)
+    if args.compile:
+        print("The first update compiles the gradient steps, which takes 10 to 30 s (--no-compile: none).", flush=True)
     if args.track is not None:
         import wandb
 
@@ -506,7 +507,6 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
                 (logdir / "best.json").write_text(json.dumps({"problem": problem, "score": run.best_return}))
             save(logdir / "latest.pt", state)
             vec_env.unwrapped.advice = f"Go on: python {sys.argv[0]} --env-id {args.env_id} --resume --logdir {logdir}"
-
     for resource in (vec_env, writer, log):
         resource.close()
     print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")

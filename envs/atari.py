@@ -69,6 +69,7 @@ class AtariGame(gym.Wrapper):
         sticky = sticky_action_probability
         frame_stack = 4 if frame_stack is None else frame_stack
         _require(frame_stack >= 1, f"frame_stack={frame_stack}: an observation needs at least 1 frame")
+        _require(skip >= 1, f"skip={skip}: a step takes at least 1 frame")
         _require(0 <= sticky < 1, f"sticky_action_probability={sticky}: use a probability, 0 or more and below 1")
         _require(max_episode_steps >= 0, f"max_episode_steps={max_episode_steps}: use a positive number, or 0")
         try:

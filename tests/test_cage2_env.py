@@ -52,9 +52,6 @@ def rollout(env: Any, actions: np.ndarray, draws: np.ndarray | None = None) -> l
     return steps
 
 
-# ---- contract -------------------------------------------------------------------------------------------------------
-
-
 def test_names_and_order_of_hosts_and_actions() -> None:
     assert (len(HOSTS), len(ACTION_NAMES)) == (13, 145)
     assert (HOSTS[0], HOSTS[7], HOSTS[12]) == ("Defender", "Op_Server0", "User4")
@@ -146,9 +143,6 @@ def test_single_info_tells_the_true_state_by_name() -> None:
     assert (info["red_access"].shape, info["red_sessions"].shape) == ((13,), (13, 3))
 
 
-# ---- determinism, draws, saved states -------------------------------------------------------------------------------
-
-
 def test_constructor_seed_and_reset_seed_agree_and_later_resets_go_on() -> None:
     first, second = Cage2VecEnv(2, "meander", seed=4), begun(2, "meander", seed=4)
     first.reset()
@@ -207,9 +201,6 @@ def test_a_restored_run_continues_bit_for_bit() -> None:
     assert_same(saved, kept)
     other.set_state(saved)
     assert_same(rollout(other, actions[70:]), unbroken)
-
-
-# ---- bad input and invariants ---------------------------------------------------------------------------------------
 
 
 IMPOSSIBLE = simulator.free_tape(2)
@@ -320,9 +311,6 @@ def test_no_sequence_of_actions_breaks_the_invariants(batch: dict[str, Any], see
         any_session = state["red_sessions"].sum(axis=2) > 0
         np.testing.assert_array_equal(state["red_access"], np.where(privileged, 2, any_session))
         assert infos == {} or truncations.any()
-
-
-# ---- size, speed, pictures ------------------------------------------------------------------------------------------
 
 
 def test_an_environment_is_small_and_stepping_is_fast() -> None:

@@ -413,8 +413,9 @@ def test_beta_trades_the_mean_for_uncertainty(monkeypatch: pytest.MonkeyPatch) -
     assert search.DISCORDANT[far, tried].min() > search.DISCORDANT[near, tried].min() + 1
     betas = [math.sqrt(search.srinivas_beta(t)) for t in (1, 20)]
     assert betas == pytest.approx([3.9, 5.2], abs=0.05)
-    monkeypatch.setattr(search, "srinivas_beta", lambda t: 0.0 if t == 4 else 1e6)
-    assert search.next_order(tried, *seen, beta=None) == near
+    monkeypatch.setattr(search, "srinivas_beta", lambda t: 20.0 if t == 4 else 0.0)
+    schedule, fifth, whole = (search.next_order(tried, *seen, beta=beta) for beta in (None, 4.0, 20.0))
+    assert schedule == fifth != whole  # a fifth of it, at the fourth order
     assert search.next_order([0], [-14.0], [0.1], num_random=1) == 119  # one return has no deviation
 
 
@@ -459,7 +460,7 @@ def test_a_search_is_made_of_its_options_and_of_the_flags_of_training(
     returns = re.findall(r": return (\S+) ", out.partition("Orders by return")[2])
     assert returns == sorted(returns, key=float, reverse=True)
     trained.clear()
-    options = cage2.SearchArgs(n_workflows=1, judge_episodes=3, fresh_policy_per_order=True)
+    options = cage2.SearchArgs(n_workflows=1, judge_episodes=3, shared_timesteps=9, fresh_policy_per_order=True)
     args = tiny_args(cage2, tmp_path / "fresh", workflow="any")
     cage2.search(options, args)
     assert [args.init_from for (args, *_), _ in trained] == [None]
@@ -477,7 +478,9 @@ def test_a_stopped_order_is_not_judged(cage2: ModuleType, tmp_path: Path, monkey
     monkeypatch.setattr(cage2, "train", lambda args, signals: signals.append(signal.SIGINT) or {"logdir": "x"})
     options, args = cage2.SearchArgs(fresh_policy_per_order=True), tiny_args(cage2, tmp_path, workflow="any")
     assert cage2.search(options, args, signals) == []
-    assert cage2.search(cage2.SearchArgs(), replace(args, logdir=str(tmp_path / "shared")), []) == []
+    signals.clear()
+    assert cage2.search(cage2.SearchArgs(), replace(args, logdir=str(tmp_path / "shared")), signals) == []
+    assert len(signals) == 1  # of the shared training, after which none begins
     with pytest.raises(cage2.UsageError, match=r"holds a search with --gp-scale 0\.2: go on"):
         cage2.search(replace(options, gp_scale=0.9), args)
 

@@ -57,9 +57,6 @@ def assert_refused(result: tuple[int, str, str], expected: str, code: int = 2) -
         assert (err.count("\n"), len(err) < 500) == (1, True), err
 
 
-# ---- help and presets -----------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("command", ["train", "play"])
 def test_help_lists_every_flag_and_what_it_means(script: ModuleType, main: Main, command: str) -> None:
     code, out, _ = main(command, "--help")
@@ -133,8 +130,6 @@ def test_every_type_of_flag_refuses_what_it_cannot_read(script: ModuleType, main
             if plain not in kinds.split():
                 assert_refused(main(f"--{name.replace('_', '-')}", value), "")
 
-
-# ---- what each command says -----------------------------------------------------------------------------------------
 
 COMMON = {
     "--total-timesteps 100 --num-envs 16 --num-steps 128": "--total-timesteps 100 is less than the batch of 2048",

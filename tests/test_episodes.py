@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable
@@ -33,9 +34,10 @@ STEPPING: dict[str, tuple[Callable[[], gym.Env], type]] = {
 @pytest.mark.parametrize("name", STEPPING)
 def test_plain_mujoco_tasks_are_stepped_by_threads_and_all_else_by_processes(name: str) -> None:
     env_fn, kind = STEPPING[name]
+    gc.collect()
     threads = len(os.listdir("/proc/self/task"))
     vec_env = vectorize(env_fn, 2, 1)
-    assert kind is SubprocVecEnv or len(os.listdir("/proc/self/task")) == threads  # the caller's is the one
+    assert kind is SubprocVecEnv or len(os.listdir("/proc/self/task")) <= threads  # the caller's is the one
     assert type(vec_env.env) is kind
     assert vec_env.num_envs == 2
     assert vec_env.metadata["autoreset_mode"] is AutoresetMode.SAME_STEP
@@ -102,7 +104,7 @@ def test_a_reset_by_mask_begins_episodes_only_where_it_resets() -> None:
 
 
 class Drawn(PlainEnv):
-    """Ends after so many steps, and draws which one it is."""
+    """Ends after so many steps, and draws how many there were; an episode of 70 earns 70, and is dark."""
 
     metadata: dict[str, Any] = {"render_modes": ["rgb_array"], "render_fps": 125}
     render_mode = "rgb_array"
@@ -112,10 +114,10 @@ class Drawn(PlainEnv):
 
     def step(self, action: Any) -> tuple[np.ndarray, float, bool, bool, dict]:
         self.count += 1
-        return np.zeros(1, np.float32), 1.0, self.count % self.length == 0, False, {}
+        return np.zeros(1, np.float32), self.length / 70, self.count % self.length == 0, False, {}
 
     def render(self) -> Any:
-        return np.full((9, 9, 3), self.count, np.uint8)
+        return np.full((9, 9, 3), self.count + 100 * (self.length < 70), np.uint8)
 
 
 def test_a_film_is_of_one_episode_of_the_first_environment_and_plays_in_real_time(tmp_path: Path) -> None:
@@ -132,6 +134,7 @@ def test_a_film_is_of_one_episode_of_the_first_environment_and_plays_in_real_tim
     assert sorted(path.name for path in tmp_path.iterdir()) == names
     with PIL.Image.open(tmp_path / names[0]) as gif:
         assert (gif.n_frames, sum(gif.seek(i) or gif.info["duration"] for i in range(10))) == (10, 560)
+        assert gif.convert("L").getpixel((0, 0)) < 100
     envs.metadata = {"render_fps": None}
     assert RecordGif(envs, tmp_path, fps=10).hundredths == 10
 

@@ -296,6 +296,7 @@ def test_a_run_leaves_the_files_it_promises(
     printed = capsys.readouterr().out
     assert f"3 updates of {args.num_envs} environments" in printed
     assert str(logdir) in printed
+    assert "compiles" not in printed  # only a run that does says so
 
 
 def test_what_is_logged_of_the_critic_is_of_these_values_and_targets(watched: Watched) -> None:

@@ -62,9 +62,6 @@ def play_out(mario: ModuleType, agent: Any, folder: Path, num_envs: int = 1, see
         vec_env.close()
 
 
-# ---- arguments and agent --------------------------------------------------------------------------------------------
-
-
 PRESETS: dict[str, tuple[tuple[int, int, int], dict[str, Any]]] = {  # sizes of batch and minibatch, number of updates
     "rgb64": ((4096, 256, 2441), {
         "seed": 0, "eval_every": 100_000, "save_every": 100_000, "eval_episodes": 10, "num_envs": 32,
@@ -160,9 +157,6 @@ def test_separate_networks_have_twice_the_weights_and_share_nothing(mario: Modul
     assert sizes[1] - heads == 2 * (sizes[0] - heads)
     separate.get_value(samples[1].obs).sum().backward()
     assert all((p.grad is None) == name.startswith("actor") for name, p in separate.named_parameters())
-
-
-# ---- training -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -280,9 +274,6 @@ def test_the_remaining_options_train(mario: ModuleType, tmp_path: Path, monkeypa
     assert 3 <= result["epochs"] < 6  # nearly every epoch changes the policy by more than 1e-9
     assert columns(tmp_path / "run")["train/learning_rate"] == pytest.approx([0.01] * 3)
     assert [name for name in weights(tmp_path / "run") if name.startswith("critic_cnn")]
-
-
-# ---- evaluation, playing, learning ----------------------------------------------------------------------------------
 
 
 def test_only_starts_sticky_actions_and_sampling_tell_episodes_apart(mario: ModuleType, tmp_path: Path) -> None:

@@ -32,7 +32,10 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
         "the recursion runs across episodes": ("terminations.logical_or(truncations)", "torch.zeros_like(values)"),
     },
     "test_ppo_math::test_gae_of_three_steps_worked_by_hand[a truncation]": {
-        "limits are not bootstrapped": ("values * terminations.", "values * terminations.logical_or(truncations)."),
+        "a time limit is not bootstrapped": (
+            "values * terminations.",
+            "values * terminations.logical_or(truncations).",
+        ),
         "the recursion runs across time limits": ("terminations.logical_or(truncations)", "terminations"),
     },
     "test_ppo_math::test_gae_of_three_steps_worked_by_hand[no end]": {
@@ -58,7 +61,10 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
         "nothing is clipped": ("clipped_ratio * advantages)", "ratio * advantages)"),
         "only the clipped ratio counts": ("torch.min(ratio * adv", "torch.min(clipped_ratio * adv"),
         "the ratio is clipped above only": ("ratio.clamp(1 - args.clip_coef, 1 +", "ratio.clamp(max=1 +"),
-        "the ratio is upside down": ("ratio = log_ratio.exp()", "ratio = (-log_ratio).exp()"),
+        "the ratio is upside down": (
+            "= policy.log_prob(batch.actions) - batch.log_probs",
+            "= batch.log_probs - policy.log_prob(batch.actions)",
+        ),
         "the ratio is of stale log-probabilities": ("log_prob(batch.actions) -", "log_prob(batch.actions).detach() -"),
         "the ratio is not exponentiated": ("ratio = log_ratio.exp()", "ratio = 1 + log_ratio"),
     },
@@ -100,7 +106,10 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
         "small gradients are scaled up": ('/ metrics["grad_norm"]).clamp(max=1.0)', '/ metrics["grad_norm"])'),
     },
     "test_ppo_math::test_values_log_probs_and_entropies_are_one_number": {
-        "each action dimension has a log-probability": ("Independent(components, 1,", "Independent(components, 0,"),
+        "each action dimension has a log-probability of its own": (
+            "Independent(components, 1,",
+            "Independent(components, 0,",
+        ),
         "a batch of one loses its dimension": ("self.critic(obs).squeeze(-1)", "self.critic(obs).squeeze()"),
     },
     "test_ppo_math::test_log_std_init_is_the_logarithm": {
@@ -111,7 +120,10 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
     },
     "test_loops::test_what_follows_a_step_is_the_final_observation": {
         "the reset observation is bootstrapped": ("next_values[times, indices] = agent", "_ = agent"),
-        "a time limit is a termination": ("(rewards, terminated, trunc", "(rewards, terminated | truncated, trunc"),
+        "a time limit is stored as a termination": (
+            "(rewards, terminated, trunc",
+            "(rewards, terminated | truncated, trunc",
+        ),
     },
     "test_loops::test_what_is_learnt_from_is_the_action_that_was_sampled": {
         "the action is clipped before its log-probability": ("obs, actions, *map", "obs, actions.clamp(-1, 1), *map"),
@@ -151,7 +163,7 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
         "evaluation moves the statistics": ("args.norm_obs and statistics is None", "args.norm_obs"),
     },
     "test_loops::test_there_are_exactly_num_updates[none]": {
-        "thresholds must be hit": ("eval_every or math.inf) < args.batch_size", "eval_every or math.inf) == 0"),
+        "thresholds must be hit exactly": ("eval_every or math.inf) < args.batch_size", "eval_every or math.inf) == 0"),
     },
     "test_resume::test_a_run_may_be_extended[Hopper]": {
         "random numbers are not restored": ('torch.set_rng_state(checkpoint["generator"])', "pass"),
