@@ -681,11 +681,11 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
     defaults = {name: getattr(Args, name) for name in PRESETS["search"]}
     defaults |= {"workflow": "any", "red_agent": args.red_agent, "total_timesteps": options.shared_timesteps}
     needs_shared = not (args.init_from or options.fresh_policy_per_order)
-    shared = run_args("shared", **defaults) if needs_shared else args  # it may refuse: before anything is written
+    shared = run_args("shared", **defaults) if needs_shared else None  # it may refuse: before anything is written
     folder.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".tmp").write_text(json.dumps(saved, indent=1))  # what goes on has these settings
     os.replace(path.with_suffix(".tmp"), path)
-    start = train(shared, signals)["logdir"] + "/latest.pt" if needs_shared else args.init_from
+    start = train(shared, signals)["logdir"] + "/latest.pt" if shared else args.init_from
     while len(history) < options.n_workflows and not signals:
         returns, errors = [x["mean_return"] for x in history], [x["standard_error"] for x in history]
         order = next_order(tried, returns, errors, options.gp_scale, options.gp_beta, options.n_start, args.seed)

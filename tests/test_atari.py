@@ -141,7 +141,7 @@ def test_equal_seeds_give_equal_games_and_others_do_not() -> None:
 def test_options_out_of_range_and_states_with_other_frames_are_refused() -> None:
     wrong = {"frame_stack": 0, "sticky_action_probability": 1.0, "skip": 0, "max_episode_steps": -1}
     for name, value in wrong.items():
-        with pytest.raises(ValueError, match=name):
+        with pytest.raises(ValueError, match=f"{name}={value}"):
             AtariGame("ALE/Pong-v5", **{name: value})  # type: ignore[arg-type]
     state = AtariGame("ALE/Pong-v5", frame_stack=2).get_state()
     with pytest.raises(ValueError, match="holds 2 frames, not 4"):

@@ -411,6 +411,7 @@ def test_beta_trades_the_mean_for_uncertainty(monkeypatch: pytest.MonkeyPatch) -
     near, far = (search.next_order(tried, *seen, beta=beta) for beta in (0.0, 1e6))
     assert search.DISCORDANT[near, 0] == 1
     assert search.DISCORDANT[far, tried].min() > search.DISCORDANT[near, tried].min() + 1
+    assert search.next_order(tried, *seen, beta=None) not in tried
     betas = [math.sqrt(search.srinivas_beta(t)) for t in (1, 20)]
     assert betas == pytest.approx([3.9, 5.2], abs=0.05)
     monkeypatch.setattr(search, "srinivas_beta", lambda t: 20.0 if t == 4 else 0.0)

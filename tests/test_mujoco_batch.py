@@ -104,7 +104,8 @@ def test_a_run_equals_sync_vector_env_bit_for_bit(run: Any) -> None:
     both_reset(seed=7)
     for step in range(num_steps):
         if step == 60:  # time limits from now on at different times
-            both_reset(seed=5, options={"reset_mask": np.arange(num_envs) == num_envs - 1})
+            for seed in (None, 5):
+                both_reset(seed=seed, options={"reset_mask": np.arange(num_envs) == num_envs - 1})
         if step == 30:
             both_reset()
             both_reset(seed=[11, None, 13][:num_envs])
