@@ -371,7 +371,7 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
             final_info = infos.get("final_info", {})
             last_infos[n] = {name: x[n] for name, x in final_info.items() if isinstance(x, np.ndarray)}
             last_infos[n]["flag_get"] = bool(terminated[n] and last_infos[n].get("flag_get"))
-        running &= ~(terminated | truncated) | infos.get("worker_restarted", False)  # a lost episode is played anew
+        running &= ~(terminated | truncated) | infos["worker_restarted"]  # a lost episode is played anew
     return returns, lengths, last_infos
 
 

@@ -380,7 +380,7 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
         lengths[running] = infos["episode_length"][running]
         table[lengths[running] - 1, running] = rewards[running]
         fixes[running] = infos.get("fixes", fixes)[running]
-        running &= ~(terminated | truncated) | infos.get("worker_restarted", False)  # a lost episode is played anew
+        running &= ~(terminated | truncated) | infos["worker_restarted"]  # a lost episode is played anew
     return table * (np.arange(len(table))[:, None] < lengths), lengths, fixes  # without what lost ones had earned
 
 
@@ -668,11 +668,10 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
     try:
         saved = json.loads(path.read_text()) if path.exists() else {"settings": settings, "history": []}
         history, tried = saved["history"], [parse_workflow(x["workflow"]) for x in saved["history"]]
-        names = [name for name in settings if settings[name] != saved["settings"].get(name)]
+        changed = [f"{x} = {saved['settings'].get(x)}" for x in settings if settings[x] != saved["settings"].get(x)]
     except (ValueError, KeyError, TypeError, AttributeError):
         raise OSError(f"{path} is damaged: choose another --logdir.") from None
-    changed = ", ".join(f"--{name.replace('_', '-')} {saved['settings'].get(name)}" for name in names)
-    require(not changed, f"{folder} holds a search with {changed}: go on with that, or choose another --logdir.")
+    require(not changed, f"{folder} holds a search of {', '.join(changed)}: go on with it, or name another --logdir.")
 
     def run_args(name: str, **changes: Any) -> Args:
         return replace(args, logdir=str(folder / name), resume=(folder / name / "latest.pt").exists(), **changes)
@@ -681,7 +680,9 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
     defaults = {name: getattr(Args, name) for name in PRESETS["search"]}
     defaults |= {"workflow": "any", "red_agent": args.red_agent, "total_timesteps": options.shared_timesteps}
     needs_shared = not (args.init_from or options.fresh_policy_per_order)
-    shared = run_args("shared", **defaults) if needs_shared else None  # it may refuse: before anything is written
+    shared = run_args("shared", **defaults) if needs_shared else None  # both may refuse: before anything is written
+    if args.init_from:
+        load_agent(load(Path(args.init_from)), args)
     folder.mkdir(parents=True, exist_ok=True)
     path.with_suffix(".tmp").write_text(json.dumps(saved, indent=1))  # what goes on has these settings
     os.replace(path.with_suffix(".tmp"), path)

@@ -324,7 +324,7 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
         actions = policy.mode if deterministic else policy.sample()
         obs, _, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
         returns[running], lengths[running] = infos["episode_return"][running], infos["episode_length"][running]
-        running &= (~(terminated | truncated) | infos.get("worker_restarted", False)) & (lengths < limit)  # lost: anew
+        running &= (~(terminated | truncated) | infos["worker_restarted"]) & (lengths < limit)  # lost: anew
     return returns, lengths
 
 

@@ -171,7 +171,7 @@ class EnvWorker:
             env_index = self.env_indices[slot]
             try:
                 observation, reward, terminated, truncated, info = result
-                self.rewards[slot] = reward
+                self.rewards[slot] = float(reward)
                 self.terminations[slot] = terminated
                 self.truncations[slot] = truncated
                 if terminated or truncated:

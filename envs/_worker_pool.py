@@ -157,6 +157,7 @@ class WorkerPool:
         # A worker that is stopped must not hold up who writes more than the pipe holds, or has read half of a reply.
         limit = struct.pack("ll", math.ceil(min(self.step_timeout, 2**31)), 0)  # seconds, microseconds
         with socket.socket(fileno=os.dup(worker.pipe.fileno())) as pipe:
+            pipe.setblocking(True)  # whatever socket.setdefaulttimeout says
             pipe.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
             pipe.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
 

@@ -13,16 +13,16 @@ from envs.state import NoState
 
 
 def begun_by(options: Any) -> Any:
-    """The environments that a reset with these options begins, as an index. To be asked before it: the mask is taken
-    out of them then."""
+    """The environments that a reset with these options begins, as an index. Ask before the reset: Gymnasium's
+    environments take the mask out of them."""
     return (options or {}).get("reset_mask", slice(None))
 
 
 class EpisodeStatistics(VectorWrapper):
     """Adds to the infos of every step, each (num_envs,): `raw_reward`, the reward before any wrapper around this one
-    changes it, and `episode_return` and `episode_length` of the episodes under way, those that just ended included. And
-    of the episodes that have just ended and were not lost with a worker: `ended_envs`, the indices of their
-    environments, and `ended`, (return, length, return / length) of each.
+    changes it; `episode_return` and `episode_length` of the episodes under way, those that just ended included; and
+    `worker_restarted`, which of them were lost with their worker. And of the episodes that have just ended and were not
+    lost: `ended_envs`, the indices of their environments, and `ended`, (return, length, return / length) of each.
 
     Put it next to the environments, which must not have NEXT_STEP, whose resets are steps. An observation or a reward
     that is not finite raises FloatingPointError before anything can learn from it. `set_state` returns whether the
@@ -52,7 +52,7 @@ class EpisodeStatistics(VectorWrapper):
             self._check("final observation", infos["final_obs"][n][None], int(n))
         infos |= {"raw_reward": rewards, "episode_return": self.returns, "episode_length": self.lengths}
         ended = np.flatnonzero(terminations | truncations)
-        lost = infos.get("worker_restarted", np.zeros(self.num_envs, bool))  # with their worker, in mid-episode
+        lost = infos.setdefault("worker_restarted", np.zeros(self.num_envs, bool))
         infos["ended_envs"] = [n for n in ended if not lost[n]]
         infos["ended"] = [
             (self.returns[n], self.lengths[n], self.returns[n] / self.lengths[n]) for n in infos["ended_envs"]
@@ -87,7 +87,7 @@ class EpisodeStatistics(VectorWrapper):
             return False
         try:
             self.env.set_state(state["env"])  # type: ignore[attr-defined]
-        except (AttributeError, LookupError, TypeError, ValueError) as error:  # and no worker that is lost
+        except (AttributeError, LookupError, TypeError, ValueError) as error:  # but no lost worker's WorkerError
             sentence = "The saved environments are not these (flags, make_env): begin a new run with --init-from."
             raise gym.error.Error(f"{sentence} ({error})") from error
         self.returns, self.lengths = np.array(state["returns"]), np.array(state["lengths"])

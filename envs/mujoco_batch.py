@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any, Self
 
 # Without a display, OpenGL draws with EGL. MuJoCo reads this when it is imported, which fails where EGL is missing.
-if sys.platform == "linux" and not {"MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
+if not {"MUJOCO_GL", "DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys():
     try:
         ctypes.CDLL("libEGL.so.1")
         os.environ["MUJOCO_GL"] = "egl"
@@ -57,10 +57,14 @@ if mujoco.get_mju_user_warning() is None:
 
 def is_plain_task(env: gym.Env) -> bool:
     """Whether `env` is what `gymnasium.make` returns for one of TASKS, with any arguments, so that
-    `MujocoBatchVecEnv.like(env, ...)` computes the same: nobody has wrapped it or changed an attribute of it."""
+    `MujocoBatchVecEnv.like(env, ...)` computes the same: nobody has wrapped it, changed an attribute or replaced a
+    method. (An edit of Gymnasium's own files goes unnoticed: copy the class and register it.)"""
     spec = env.unwrapped.spec
     if spec is None or spec.id not in TASKS or not type(env.unwrapped).__module__.startswith("gymnasium.envs.mujoco."):
         return False
+    for kind in type(env.unwrapped).__mro__[:-1]:  # without `object`
+        if any(getattr(x, "__module__", kind.__module__) != kind.__module__ for x in vars(kind).values()):
+            return False
     *wrappers, inner = _layers(env)
     if not {type(wrapper) for wrapper in wrappers} <= {TimeLimit, OrderEnforcing}:
         return False

@@ -50,14 +50,12 @@ def rom_path() -> Path:
 def library_path(backend: str) -> Path | None:
     """Return the file of a backend's compiled emulator, or None if it is not installed for this Python."""
     package, pattern = {
-        "nes_py": ("nes_py", "lib_nes_env*"),
-        "nes_py9": ("nes_py", "_native.*"),
-        "fceumm": ("stable_retro", "cores/fceumm_libretro.*"),
+        "nes_py": ("nes_py", "lib_nes_env*.so"),
+        "nes_py9": ("nes_py", "_native.*so"),
+        "fceumm": ("stable_retro", "cores/fceumm_libretro.so"),
     }[backend]
     folder = _package_folder(package)
-    suffixes = (".so", ".pyd", ".dll", ".dylib")
-    found = sorted(folder.glob(pattern)) if folder else []
-    return next((path for path in found if path.suffix in suffixes), None)
+    return min(folder.glob(pattern), default=None) if folder else None
 
 
 def view(address: int, size: int) -> np.ndarray:

@@ -207,8 +207,8 @@ class _NesPy8:
         self._screen = view(self._library.Screen(console), SCREEN_HEIGHT * SCREEN_WIDTH * 4)
         self._buttons = view(self._library.Controller(console, 0), 1)
         self._step = self._library.Step
-        self._free = weakref.finalize(self, self._library.Close, self._console)
-        self._free.atexit = False
+        self.close = weakref.finalize(self, self._library.Close, self._console)
+        self.close.atexit = False
 
     def step(self, buttons: int) -> None:
         self._buttons[0] = buttons
@@ -225,10 +225,6 @@ class _NesPy8:
 
     def rgb(self) -> Image.Image:
         return Image.frombuffer("RGB", (SCREEN_WIDTH, SCREEN_HEIGHT), self._screen, "raw", "BGRX", 0, 1)
-
-    def close(self) -> None:
-        self.ram = self._screen = self._buttons = np.zeros(RAM_SIZE, np.uint8)  # nobody may read freed memory
-        self._free()
 
 
 class _NesPy9:

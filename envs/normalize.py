@@ -120,9 +120,9 @@ class NormalizeObservation(VectorWrapper):
 class NormalizeReward(VectorWrapper):
     """Rewards become r / sqrt(var(discounted return) + epsilon), clipped to [-clip, clip].
 
-    The discounted return of each environment restarts at either end of an episode and at a reset. `gamma` must be the
-    gamma that training begins with, or the scale is that of another problem. For SAME_STEP only, where every step is a
-    transition.
+    The discounted return of each environment restarts when an episode ends, terminated or truncated, and at a reset.
+    `gamma` must be the gamma that training begins with, or the scale is that of another problem. For SAME_STEP only,
+    where every step is a transition.
     """
 
     def __init__(self, env: VectorEnv, gamma: float, clip: float = 10.0, epsilon: float = 1e-8) -> None:

@@ -35,7 +35,8 @@ class RecordGif(VectorWrapper):
     ) -> None:
         super().__init__(env)
         if env.render_mode != "rgb_array":
-            raise gym.error.Error(f"A film needs environments that draw: render_mode rgb_array, not {env.render_mode}.")
+            mode = f"render_mode rgb_array, not {env.render_mode} (--save-gif without --render)"
+            raise gym.error.Error(f"A film needs environments that draw: {mode}.")
         self.folder, self.max_frames, self.prefix, self.size = Path(folder), max_frames, prefix, size
         render_fps = env.metadata.get("render_fps") or fps
         self.every = max(1, math.ceil(render_fps / fps))

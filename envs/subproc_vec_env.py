@@ -109,7 +109,7 @@ class SubprocVecEnv(VectorEnv):
             raise
         shared = self._shared
         self._results = (shared.observations, shared.rewards, shared.terminations, shared.truncations)
-        self._observations_before = map_tree(shared.observations, np.copy)  # the step; kept for restarts
+        self._observations_before = map_tree(shared.observations, np.copy)  # a lost episode's final ones
 
     def _adopt_spaces(self, spaces: list[tuple[Space, Space]]) -> None:
         """Set the vector's spaces to the (observation, action) spaces of the environments, which must be the same."""
@@ -264,6 +264,7 @@ class SubprocVecEnv(VectorEnv):
         Raises a WorkerError that is also an `envs.state.NoState` if an environment cannot be saved, and NoState if a
         worker is lost that the next step is to replace.
         """
+        self._assert_free("get_state")
         if self.on_worker_failure == "restart" and not all(x.process.is_alive() for x in self._pool.workers):
             raise NoState("a worker is lost, and the next step replaces it.")
         states = [state for _, state in self._command("get_state", [(n, None) for n in range(self.num_envs)])]

@@ -44,13 +44,14 @@ def vectorize(
         if "render_mode" not in str(error):
             raise
         raise gym.error.Error(f"This environment is not drawn, for its class takes no render_mode: {error}") from error
+    env.close()  # before others like it are made: it may hold a port or a device
     vec_env: VectorEnv
     if is_plain_task(env) and env.render_mode is None:
         vec_env = MujocoBatchVecEnv.like(env, num_envs, num_workers)
     elif "vectorized" in vars(type(env)):
         vec_env = env.vectorized(num_envs)  # type: ignore[attr-defined]
     else:
-        draws = env.render_mode == "human" and "ansi" not in env.metadata["render_modes"]  # others print a text
+        draws = env.render_mode == "human" and "ansi" not in env.metadata.get("render_modes", ())  # others print a text
         if draws and not os.environ.keys() & {"DISPLAY", "WAYLAND_DISPLAY"}:
             raise gym.error.Error("There is no display to open a window on; a film needs none (--save-gif).")
         env_fns = [lambda: follow_robot(env_fn())] * num_envs
@@ -59,5 +60,4 @@ def vectorize(
             step_timeout=step_timeout, on_worker_failure=on_worker_failure,
         )  # fmt: skip
     vec_env.spec = env.spec
-    env.close()
     return EpisodeStatistics(vec_env)

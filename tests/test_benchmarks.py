@@ -252,8 +252,7 @@ def test_runs_are_cut_resumed_judged_and_not_repeated(tmp_path: Path, program: A
                                    "y": [20, 40, 60, 80]}  # fmt: skip
     assert seeds["2"]["last"] == {"return": 80 + 49.5, "LTA": 12.95}
     assert seeds["2"]["best"]["return"] == 79 + 49.5
-    began = (tmp_path / "runs").rglob("output.txt")
-    times = {path: path.stat().st_mtime_ns for path in began}
+    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "runs").rglob("output.txt")}
     code, settings = program("--seeds", "2", "3", "--", *command.split())
     assert (code, list(settings[f"x, {command}"]["seeds"])) == (0, ["1", "2", "3"])
     assert all(path.stat().st_mtime_ns == modified for path, modified in times.items())

@@ -301,8 +301,7 @@ def test_no_sequence_of_actions_breaks_the_invariants(batch: dict[str, Any], see
         assert (state["red_sessions"][:, USER0, 2] >= 1).all()
         assert (state["red_sessions"] >= 0).all()
         assert set(np.unique(obs)) <= {0.0, 1.0}
-        activity = obs.reshape(-1, 4)[:, :2]
-        assert {tuple(bits) for bits in activity.astype(int).tolist()} <= ENCODABLE
+        assert {tuple(activity) for activity in obs.reshape(-1, 4)[:, :2].astype(int).tolist()} <= ENCODABLE
         assert (rewards <= 0).all()
         assert (rewards >= -15.7).all()  # every host but User0 privileged, OT down, Restore
         np.testing.assert_array_equal(rewards, np.round(rewards, 1))

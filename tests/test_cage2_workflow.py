@@ -31,8 +31,7 @@ def type_of(host: str) -> str:
 
 def test_there_are_120_orders_of_the_five_types_and_no_others() -> None:
     assert len(set(workflow.ORDERS)) == 120
-    units = [workflow.UNIT_TYPES[unit] for unit in workflow.TYPE_OF_HOST]
-    assert units == [type_of(host) for host in HOSTS]
+    assert [workflow.UNIT_TYPES[unit] for unit in workflow.TYPE_OF_HOST] == [type_of(host) for host in HOSTS]
     for order, ranks, one_hot in zip(workflow.ORDERS, workflow.RANKS, workflow.ONE_HOTS, strict=True):
         assert [order[rank] for rank in ranks] == list(workflow.UNIT_TYPES)
         shown = one_hot.reshape(5, 5)  # row: place, column: type
@@ -412,8 +411,7 @@ def test_beta_trades_the_mean_for_uncertainty(monkeypatch: pytest.MonkeyPatch) -
     assert search.DISCORDANT[near, 0] == 1
     assert search.DISCORDANT[far, tried].min() > search.DISCORDANT[near, tried].min() + 1
     assert search.next_order(tried, *seen, beta=None) not in tried
-    betas = [math.sqrt(search.srinivas_beta(t)) for t in (1, 20)]
-    assert betas == pytest.approx([3.9, 5.2], abs=0.05)
+    assert [math.sqrt(search.srinivas_beta(t)) for t in (1, 20)] == pytest.approx([3.9, 5.2], abs=0.05)
     monkeypatch.setattr(search, "srinivas_beta", lambda t: 20.0 if t == 4 else 0.0)
     schedule, fifth, whole = (search.next_order(tried, *seen, beta=beta) for beta in (None, 4.0, 20.0))
     assert schedule == fifth != whole  # a fifth of it, at the fourth order
@@ -467,7 +465,8 @@ def test_a_search_is_made_of_its_options_and_of_the_flags_of_training(
     assert [args.init_from for (args, *_), _ in trained] == [None]
     with pytest.raises(cage2.UsageError, match="two ways to start"):
         cage2.search(options, replace(args, init_from="x.pt"))
-    assert command_line(cage2, capsys)("search", "--shared-timesteps", "9", "--logdir", str(tmp_path / "x"))[0] == 2
+    for wrong in (["--shared-timesteps", "9"], ["--init-from", "y.pt"]):
+        assert command_line(cage2, capsys)("search", *wrong, "--logdir", str(tmp_path / "x"))[0] == 2
     assert not (tmp_path / "x").exists()  # so that the corrected command can have it
     for refused in (["--resume"], ["--workflow", "any"], ["--workflow=any"]):
         code, _, err = command_line(cage2, capsys)("search", *refused)
@@ -482,7 +481,7 @@ def test_a_stopped_order_is_not_judged(cage2: ModuleType, tmp_path: Path, monkey
     signals.clear()
     assert cage2.search(cage2.SearchArgs(), replace(args, logdir=str(tmp_path / "shared")), signals) == []
     assert len(signals) == 1  # of the shared training, after which none begins
-    with pytest.raises(cage2.UsageError, match=r"holds a search with --gp-scale 0\.2: go on"):
+    with pytest.raises(cage2.UsageError, match=r"holds a search of gp_scale = 0\.2: go on"):
         cage2.search(replace(options, gp_scale=0.9), args)
 
 
@@ -502,7 +501,7 @@ def test_a_search_killed_anywhere_goes_on_and_ends_alike(cage2: ModuleType, tmp_
     histories = (json.loads((tmp_path / x / "history.json").read_text())["history"] for x in ("broken", "whole"))
     assert_same(*histories)
     assert len(run_search(cage2, broken, 4)) == 4
-    with pytest.raises(cage2.UsageError, match="--learning-rate"):
+    with pytest.raises(cage2.UsageError, match="of learning_rate = "):
         run_search(cage2, broken, learning_rate=1.0)
 
 

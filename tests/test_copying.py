@@ -103,8 +103,7 @@ def test_the_kl_penalty_is_logged_and_holds_the_policy_back(tmp_path: Path) -> N
 
 
 def test_an_optimiser_of_torch_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    script = copy_with("torch_optim", tmp_path)
-    assert_resumes(script, tmp_path, monkeypatch)
+    assert_resumes(copy_with("torch_optim", tmp_path), tmp_path, monkeypatch)
     saved = torch.load(tmp_path / "broken" / "latest.pt", weights_only=True)["adam"]
     assert float(saved["state"][0]["step"]) == 4 * 2 * 4  # updates, epochs, minibatches
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,11 +18,11 @@ import pytest
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from envs.episodes import EpisodeStatistics
-from envs.mujoco_batch import MujocoBatchVecEnv
+from envs.mujoco_batch import MujocoBatchVecEnv, is_plain_task
 from envs.record_gif import RecordGif
 from envs.subproc_vec_env import SubprocVecEnv
 from envs.vectorize import follow_robot, vectorize
-from tests.known_values import PlainEnv, PoisonEnv, SmallEnv
+from tests.known_values import KnownValuesEnv, PlainEnv, PoisonEnv, SmallEnv
 
 STEPPING: dict[str, tuple[Callable[[], gym.Env], type]] = {
     "plain": (partial(gym.make, "Hopper-v5", ctrl_cost_weight=0.1), MujocoBatchVecEnv),
@@ -45,7 +46,15 @@ def test_plain_mujoco_tasks_are_stepped_by_threads_and_all_else_by_processes(nam
     vec_env.close()
 
 
-def test_arguments_reach_the_processes_and_errors_the_caller(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_arguments_reach_the_processes_and_errors_the_caller(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def alone() -> gym.Env:
+        (tmp_path / "port").mkdir()  # fails while another one has it
+        monkeypatch.setattr(env := KnownValuesEnv(), "close", (tmp_path / "port").rmdir)
+        return env
+
+    socket.setdefaulttimeout(9.0)  # is not to reach the pipes
+    vectorize(alone, 1, step_timeout=20.0).close()
+    socket.setdefaulttimeout(None)
     vec_env: Any = vectorize(partial(gym.make, "KnownValues-v0"), 3, 2, 7.0, "restart").env
     assert (vec_env.num_workers, vec_env._pool.step_timeout, vec_env.on_worker_failure) == (2, 7.0, "restart")
     vec_env.close()
@@ -57,6 +66,8 @@ def test_arguments_reach_the_processes_and_errors_the_caller(monkeypatch: pytest
         vectorize(BadEnd, 1)
     robot: Any = follow_robot(gym.make("HalfCheetah-v5", render_mode="rgb_array")).unwrapped
     assert robot.mujoco_renderer.camera_id == 0
+    monkeypatch.setattr(type(gym.make("Hopper-v5").unwrapped), "reset_model", lambda env: env.data.qpos)
+    assert not is_plain_task(gym.make("Hopper-v5"))
     monkeypatch.setattr(os, "environ", {})
     with pytest.raises(gym.error.Error, match="There is no display"):
         vectorize(partial(gym.make, "Hopper-v5", render_mode="human"), 1)

@@ -34,9 +34,8 @@ STILL = {"noop_max": 0, "sticky_action_probability": 0.0}  # no chance in a game
 
 def make_agent(mario: ModuleType, input_shape: tuple[int, ...] = (4, 64, 64)) -> Any:
     torch.manual_seed(0)
-    spaces = SimpleNamespace(
-        single_observation_space=Box(0, 255, input_shape, np.uint8), single_action_space=Discrete(7)
-    )
+    pictures = Box(0, 255, input_shape, np.uint8)
+    spaces = SimpleNamespace(single_observation_space=pictures, single_action_space=Discrete(7))
     return mario.Agent(spaces, mario.Args(amp=False))
 
 

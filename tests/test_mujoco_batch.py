@@ -195,8 +195,7 @@ def test_a_masked_reset_after_a_restore_returns_the_other_rows_as_they_were(env_
 
 def changed(name: str, value: Any, env_id: str = "Hopper-v5") -> gym.Env:
     env: Any = gym.make(env_id)
-    target = env.unwrapped.model.opt if name == "gravity" else env.unwrapped
-    setattr(target, name, value)
+    setattr(env.unwrapped.model.opt if name == "gravity" else env.unwrapped, name, value)
     return env
 
 

@@ -280,7 +280,8 @@ def test_an_exception_is_reported_even_if_another_worker_is_lost(kind: str, rais
         (None, "cannot unpack"),
         ((1, 0.0, False, False, {"lock": threading.Lock()}), "cannot pickle.*lock"),
         (([1, 2], 0.0, False, False, {}), "expected an array of shape"),
-        ((1, "much", False, False, {}), "much|invalid type"),
+        ((1, None, False, False, {}), "real number"),
+        ((1, "much", False, False, {}), "much"),
     ],
 )
 def test_what_no_step_may_return_is_an_error_of_its_environment(result: Any, text: str) -> None:

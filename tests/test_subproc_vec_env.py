@@ -95,8 +95,7 @@ class NoiseEnv(gym.Env):
 
     def step(self, action: np.ndarray) -> tuple[np.ndarray, float, bool, bool, dict]:
         self.position = self.position + action + self.np_random.normal(size=2).astype(np.float32)
-        over = bool(self.np_random.random() < 0.1)
-        return self.position, float(self.position.sum()), over, False, {}
+        return self.position, float(self.position.sum()), bool(self.np_random.random() < 0.1), False, {}
 
     def get_state(self) -> dict[str, Any]:
         return {"generator": self.np_random.bit_generator.state, "position": self.position.copy()}
@@ -420,7 +419,7 @@ def test_environments_share_no_arguments() -> None:
 
 
 def test_calls_out_of_order_are_refused() -> None:
-    envs = make(2, CountEnv)
+    envs = make(2, CountEnv, on_worker_failure="restart")
     with pytest.raises(NoAsyncCallError, match="Calling `reset_wait` without any prior call to `reset_async`"):
         envs.reset_wait()
     envs.reset()

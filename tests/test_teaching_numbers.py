@@ -208,8 +208,7 @@ def softmax_gradient(script: ModuleType, logits: torch.Tensor, action: int, old:
     """The gradient of ppo_loss for one action of a softmax policy: d log pi(a) / d logits = one_hot(a) - pi."""
     pi = logits.softmax(0)
     _, _, agent = table_loss(script, [float(pi[action]) / old], [advantage])
-    one_hot = torch.nn.functional.one_hot(torch.tensor(action), len(pi))
-    return agent.log_probs.grad * (one_hot - pi)
+    return agent.log_probs.grad * (torch.nn.functional.one_hot(torch.tensor(action), len(pi)) - pi)
 
 
 def test_clipping_does_not_bound_the_policy_change(script: ModuleType) -> None:
@@ -234,8 +233,7 @@ def coins(generator: torch.Generator) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("sample", "kl", "sd_1", "sd_3"),
-    [(normals, 0.02, 0.0125, 0.0018), (coins, 0.0204, 0.0127, 0.00017)],
+    ("sample", "kl", "sd_1", "sd_3"), [(normals, 0.02, 0.0125, 0.0018), (coins, 0.0204, 0.0127, 0.00017)]
 )
 def test_the_two_kl_estimators(script: ModuleType, sample: Any, kl: float, sd_1: float, sd_3: float) -> None:
     """Both average to the divergence; k1 scatters far more and is negative for every twentieth batch, k3 for none."""

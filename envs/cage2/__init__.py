@@ -23,10 +23,4 @@ __all__ = [
     "Cage2VecEnv",
 ]
 
-if "CAGE2-v0" not in gym.registry:
-    gym.register(
-        "CAGE2-v0",
-        entry_point="envs.cage2:Cage2Env",
-        vector_entry_point="envs.cage2:Cage2VecEnv",
-        nondeterministic=False,
-    )
+gym.register("CAGE2-v0", entry_point="envs.cage2:Cage2Env", vector_entry_point="envs.cage2:Cage2VecEnv")

@@ -27,6 +27,9 @@ DECOY_SLOTS = [
     for d in sorted(range(len(DECOYS)), key=lambda d: -EXPLOITS[DECOYS[d].stops].weight)
     if DECOY_FITS[d] >> host & 1 and not LISTENING[host] & DECOY_CHECKS[d]
 ]
+STARTERS = np.array([VERB_AND_HOST.index((f"Decoy{DECOYS[d].name}", host)) for host, d in DECOY_SLOTS])  # the actions
+# Host h has the slots from FIRST_SLOT[h] to before FIRST_SLOT[h + 1].
+FIRST_SLOT = np.searchsorted([host for host, _ in DECOY_SLOTS], range(len(HOSTS) + 1))
 
 # The reduced actions are those of the challenge's winner (CardiffUni): four verbs on the nine hosts of consequence.
 # The fourth, "the next decoy", depends on what stands there. With all decoys up it repeats the last one, which changes
@@ -57,21 +60,11 @@ SET = np.zeros((len(ACTION_NAMES), MEMORY_SIZE), np.float32)
 for action, (verb, host) in enumerate(VERB_AND_HOST):
     if verb in KINDS:
         SET[action, KINDS.index(verb) * NUM_HOSTS + host] = 1
-    for slot, (slot_host, d) in enumerate(DECOY_SLOTS):
-        if host == slot_host and verb == "Restore":
-            FADE[action, FIRST_DECOY + slot] = 0
-        if host == slot_host and verb == f"Decoy{DECOYS[d].name}":
-            SET[action, FIRST_DECOY + slot] = 1
+for slot, (host, _) in enumerate(DECOY_SLOTS):
+    FADE[VERB_AND_HOST.index(("Restore", host)), FIRST_DECOY + slot] = 0
+    SET[STARTERS[slot], FIRST_DECOY + slot] = 1
 START = np.zeros(MEMORY_SIZE, np.float32)
 START[CLOCKS] = 1
-
-# Host h has the slots from FIRST_SLOT[h] to before FIRST_SLOT[h + 1]. NEXT_DECOY[h, k] is the action that starts its
-# decoy k, or again the last one.
-FIRST_SLOT = np.searchsorted([h for h, _ in DECOY_SLOTS], range(NUM_HOSTS + 1))
-_STARTERS = [[VERB_AND_HOST.index((f"Decoy{DECOYS[d].name}", h)) for h, d in DECOY_SLOTS if h == host]
-             for host in range(NUM_HOSTS)]  # fmt: skip
-_LONGEST = max(map(len, _STARTERS))
-NEXT_DECOY = np.array([(starters + starters[-1:] * (_LONGEST + 1))[: _LONGEST + 1] for starters in _STARTERS])
 
 
 @njit
@@ -83,8 +76,9 @@ def expand(actions, now, plain, hosts):
             expanded[n] = plain[action]
         else:
             host = hosts[action - len(plain)]
-            decoys_up = now[n, FIRST_DECOY + FIRST_SLOT[host] : FIRST_DECOY + FIRST_SLOT[host + 1]]
-            expanded[n] = NEXT_DECOY[host, int(decoys_up.sum())]
+            first, end = FIRST_SLOT[host], FIRST_SLOT[host + 1]
+            num_up = int(now[n, FIRST_DECOY + first : FIRST_DECOY + end].sum())
+            expanded[n] = STARTERS[min(first + num_up, end - 1)]  # with all up, the last one again
     return expanded
 
 
@@ -116,7 +110,7 @@ class Memory(VectorWrapper):
 
     With `memory` False observations stay as they are; without `reduced_to`, the hosts of the reduced actions, so do
     actions. With `horizon`, which must be the games' `max_steps`, their limit is a termination, and the share of it
-    that has passed is an input too.
+    that has passed is an input too; which episodes a lost worker ended, `EpisodeStatistics` below must say.
 
     Raises ValueError for environments that do not restart within the step that ends an episode (SAME_STEP), and where
     the game's 52 bits are not the first of a wrapper's observation.
@@ -178,7 +172,7 @@ class Memory(VectorWrapper):
                 infos["final_obs"][n] = final[n]
             self.now[ended], self.steps[ended] = START, 0
         if self.horizon:  # the limit is then the end of the game, and no cut; what is lost with its worker remains one
-            lost = infos.get("worker_restarted", np.zeros(self.num_envs, bool))
+            lost = infos["worker_restarted"]
             terminated, truncated = terminated | truncated & ~lost, truncated & lost
         return self.inputs(obs), rewards, terminated, truncated, infos
 

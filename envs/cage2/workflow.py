@@ -23,7 +23,7 @@ UNIT_TYPES = ("defender", "enterprise", "op_server", "op_host", "user")
 ORDERS = tuple(itertools.permutations(UNIT_TYPES))  # 120, the highest priority first
 NUM_TYPES = len(UNIT_TYPES)
 ONE_HOT_SIZE = NUM_TYPES * NUM_TYPES
-NO_FIX_PENALTY = 0.2  # of lambda, at the end of an episode without a fix that could be judged
+NO_FIX_PENALTY = 0.2  # of `alignment`, at the end of an episode without a fix that could be judged
 
 _ORDERS = np.array([[UNIT_TYPES.index(unit) for unit in order] for order in ORDERS])
 RANKS = np.argsort(_ORDERS, axis=1)  # (120, 5): the position of each type in each order, 0 the highest
@@ -120,8 +120,8 @@ class WorkflowEnv(VectorWrapper):
       -0.2 alignment at the end of an episode without a judged fix. The sum of any other is alignment * c_T. This is
       not a potential of the state, so it changes which policy is best: it is there to steer.
 
-    The infos of `env` must hold `game_actions` (N,), what was done in terms of the game. The true state is that of
-    `true_state` or, for environments in other processes, the `clearable` of their infos.
+    The infos of `env` must hold what `EpisodeStatistics` adds and `game_actions` (N,), what was done in terms of the
+    game. The true state is that of `true_state`, or in other processes the `clearable` of the infos.
 
     Raises ValueError for a workflow that does not exist, and for environments that do not restart within the step that
     ends an episode (SAME_STEP).
@@ -176,7 +176,7 @@ class WorkflowEnv(VectorWrapper):
         if not self.follow_infos:
             before = self.env.unwrapped.true_state()["clearable"].copy()  # type: ignore[attr-defined]
         obs, rewards, terminated, truncated, infos = self.env.step(actions)
-        lost = infos.get("worker_restarted", np.zeros(self.num_envs, bool))  # with their worker, and their action
+        lost = infos["worker_restarted"]  # with their worker, and their action
         self.counts += judge_fixes(infos["game_actions"], before, RANKS[self.orders]) * ~lost[:, None]
         compliance = self.counts[:, COMPLIANT] / np.maximum(self.counts[:, JUDGED], 1)
         infos["alignment"], infos["fixes"] = self.alignment * (compliance - self.compliance), self.counts.copy()
@@ -185,7 +185,7 @@ class WorkflowEnv(VectorWrapper):
             self.clearable = infos["clearable"]
         ended = np.flatnonzero(terminated | truncated)
         if ended.size:
-            whole = infos.get("ended_envs", ended)  # EpisodeStatistics leaves out those lost with a worker
+            whole = infos["ended_envs"]  # without those lost with a worker
             infos["alignment"][whole] -= NO_FIX_PENALTY * self.alignment * (self.counts[whole, JUDGED] == 0)
             final_obs = infos["final_obs"].copy()
             for n in ended:
