@@ -15,6 +15,7 @@ import math
 import multiprocessing
 import os
 import platform
+import shlex
 import statistics
 import subprocess
 import sys
@@ -62,13 +63,13 @@ def machine_info() -> dict[str, Any]:
 
 
 def commit_of(checkout: Path) -> str:
-    """The commit of a checkout, with a + if what is measured (not results/) has changes that are not in it."""
+    """The commit of a checkout, with a + if code or requirements have changes that are not in it."""
 
     def git(*words: str) -> str:
         done = subprocess.run(["git", *words], cwd=checkout, capture_output=True, text=True, check=False)
         return done.stdout.strip()
 
-    changes = git("status", "--porcelain", "--untracked-files=no", "--", ":(exclude)results")
+    changes = git("status", "--porcelain", "--untracked-files=no", "--", "*.py", "requirements.txt")
     return git("rev-parse", "--short", "HEAD") + "+" * bool(changes)
 
 
@@ -163,7 +164,7 @@ def train(script: str, flags: Sequence[str], checkout: Path = ROOT, anew: bool =
         done = subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
-        old_form = Path(folder, "run", "timing.csv")  # before November 2026
+        old_form = Path(folder, "run", "timing.csv")  # until 24 November 2026
         return read_csv(old_form if old_form.exists() else Path(folder, "run", "progress.csv"))
 
 
@@ -210,15 +211,16 @@ def publish(
     """Put the speeds of a group, which took turns, into results/name.json, and write the page of all its groups.
 
     Args:
-        title: first line of the page, and the text below it.
+        title: first line of the page.
         figures: what `interleave` returned, environment steps per second.
         references: candidates of the group that the others are shown in proportion to.
         info: `machine_info` of before the measurement.
         note: a sentence below the group's table.
     """
     groups = stored(name, quick).get("groups", {})
-    line = machine_line(info)
-    groups[group] = {"machine": info, "references": list(references), "note": note, "rounds": figures}
+    command = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
+    own = {"references": list(references), "note": note, "rounds": figures, "command": command}
+    groups[group] = {"machine": info} | own
     page = f"# {title}\n\nEnvironment steps per second, medians of rounds in which the candidates took turns; ratios "
     page += "are medians of the rounds' ratios.\n"
     for heading, one in groups.items():
@@ -231,5 +233,5 @@ def publish(
         header = ["", "steps/s", "min - max", *(f"x {reference}" for reference in shown)]
         line = machine_line(one["machine"])
         page += f"\n## {heading}\n\n{markdown_table(header, rows)}\n{one['note']}{' ' * bool(one['note'])}"
-        page += f"{len(next(iter(rounds.values())))} rounds. {line}"
+        page += f"{len(next(iter(rounds.values())))} rounds, `{one['command']}`. {line}"
     write_results(name, {"groups": groups}, page, quick)

@@ -48,6 +48,7 @@ from benchmarks.common import (
     ROOT,
     at_least_one,
     commit_of,
+    installed,
     machine_info,
     machine_line,
     markdown_table,
@@ -101,6 +102,7 @@ WINNER = (-3.47, -5.64, 0, -6.41, -8.69, 0, -13.76, -16.6, 0)
 SECOND = (-3.48, -6.47, 0, -5.85, -10.33, 0, -11.39, -19.38, 0)
 DISCOUNTED = "--average-reward-rate None --gamma"
 MARIO = dict.fromkeys(STAGES, "") | {
+    "1-1": "--total-timesteps 1000000",
     "1-1,1-4,3-2,4-1": "--total-timesteps 3000000",
     "1-1,1-3,1-4,3-2,4-1": "--total-timesteps 3500000",
 }  # stage or stages of one network -> length
@@ -235,10 +237,9 @@ class Run:
     def words(self) -> list[str]:
         """What is to be done next: train, go on training, or judge."""
         words = shlex.split(self.command)
-        script = next(i for i, word in enumerate(words) if word.endswith(".py"))
         if self.is_trained():
-            call = f"judge({words[script]!r}, {str(self.logdir)!r}, {self.episodes})"
-            return ["-c", f"from benchmarks.learning import judge; {call}", *words[script + 1 :]]  # trusted: --env-id
+            call = f"judge({words[0]!r}, {str(self.logdir)!r}, {self.episodes})"
+            return ["-c", f"from benchmarks.learning import judge; {call}", *words[1:]]  # trusted: --env-id
         if (self.logdir / "latest.pt").exists():
             return [*words, "--resume", "--logdir", str(self.logdir)]
         return [*words, "--seed", str(self.seed), "--logdir", str(self.logdir)]
@@ -358,8 +359,10 @@ def report(name: str, suite: Suite, runs: list[Run], quick: bool, by_hand: str =
         sys.exit(f"error: results/{name}.json holds curves of {before['metric']}: give another --name.")
     for run in runs:
         if run.is_finished():
-            if groups.setdefault(run.setting, {}).get("command") != run.command:
-                groups[run.setting] = {"command": run.command, "seeds": {}}
+            group = groups.setdefault(run.setting, {"command": run.command, "seeds": {}})
+            if group["command"] != run.command:
+                print(f"{run.setting}: dropped seeds {', '.join(group['seeds'])} of {group['command']}")
+                group.update(command=run.command, seeds={})
             groups[run.setting]["seeds"][str(run.seed)] = read_run(run, suite)
     groups = {setting: groups[setting] for setting in [*suite.settings, *groups] if setting in groups}
     if not groups:
@@ -402,11 +405,7 @@ def report(name: str, suite: Suite, runs: list[Run], quick: bool, by_hand: str =
         panel, _, line = setting.partition(", ")
         curves = [{key: np.array(column) for key, column in one["curve"].items()} for one in group["seeds"].values()]
         panels.setdefault(panel, {})[line] = curves
-    if len(panels) == 1:
-        draw(panels, folder / f"{name}.png", suite.metric)
-    else:
-        draw(panels, folder / f"{name}.png", suite.metric, ["steps"])
-        draw(panels, folder / f"{name}_minutes.png", suite.metric, ["minutes"])
+    draw(panels, folder / f"{name}.png", suite.metric, ["steps", "minutes"] if len(panels) == 1 else ["steps"])
 
 
 def slug(text: str) -> str:
@@ -442,7 +441,7 @@ def main(argv: list[str]) -> int:
     commands = [shlex.join(argv[start + 1 : stop]) for start, stop in itertools.pairwise(stops)]
     taken = [word for command in commands for word in command.split() if word.partition("=")[0] in OURS]
     unknown = set(options.names) - set(SUITES)
-    unknown |= {command for command in commands if not any(word.endswith(".py") for word in command.split())}
+    unknown |= {command for command in commands if not command.partition(" ")[0].endswith(".py")}
     if taken or unknown or bool(commands) == bool(options.names or options.quick):
         parser.error(f"{taken[0]} is given to each run by this program: leave it out" if taken else
                      f"name suites, of {', '.join(SUITES)}, or commands of your own after --, x.py first")  # fmt: skip
@@ -460,7 +459,8 @@ def main(argv: list[str]) -> int:
             setting: command + f" --total-timesteps {steps}" * bool(steps and not options.quick)
             for setting, command in suite.settings.items()
             if is_meant(setting, options.only or suite.default or setting) and setting.rpartition(", ")[2] not in hidden
-        }
+            and (options.report or "sb3_zoo" not in command or installed("stable_baselines3"))
+        }  # fmt: skip
         if not settings:
             parser.error(f"there is no setting {options.only}; there are {'; '.join(suite.settings)}")
         page = name if name == "continuing" else f"{name or options.name}_learning"

@@ -242,8 +242,7 @@ def main() -> None:
             note = f"Timed over {2 if options.quick else updates} updates"
             on_gpu = name == "gpu_loop"
             note += f"; {torch.cuda.get_device_name()}." if on_gpu else f" of ours and {PEERS_UPDATES} of a peer's."
-            publish(name, f"{title}\n\n`python -m benchmarks.loop {name}`.", setting, figures, references, info,
-                    options.quick, note)  # fmt: skip
+            publish(name, title, setting, figures, references, info, options.quick, note)
 
 
 if __name__ == "__main__":

@@ -65,13 +65,11 @@ def write_page(results: dict[str, Any], quick: bool) -> None:
         rows.append([name, f"{median['new']:,.0f}", f"{median['old']:,.0f}", f"**{median['ratio']:.2f}** ({ratios})",
                      f"{median['new_compile']:.0f}", f"{median['old_compile']:.0f}", result["commits"]])  # fmt: skip
     page = (
-        "# Speed of this checkout against another one\n\nWhole training loop, steps/s: medians over the updates of a "
-        "run but the first, then over the rounds, in which the two checkouts take turns. `python -m benchmarks.speed "
-        "--other ../old` makes this page; what it does not measure anew stays as it was.\n\n"
+        "# Speed of this checkout, A, against another one, B\n\nWhole training loop, steps/s: medians over the updates "
+        "of a run but the first, then over the rounds, in which the two checkouts take turns. `python -m "
+        "benchmarks.speed --other ../old` makes this page; what it does not measure anew stays as it was.\n\n"
     )
-    page += markdown_table(
-        ["setting", "now", "before", "ratio (each round)", "compiling, s: now", "before", "commits"], rows
-    )
+    page += markdown_table(["setting", "A", "B", "A / B (each round)", "compiling, s: A", "B", "commits A / B"], rows)
     lines = dict.fromkeys(machine_line(result["machine"]) for result in results.values())
     write_results("speed", {"results": results}, page + "\n" + "\n".join(lines), quick)
 
@@ -83,6 +81,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=at_least_one, default=5)
     parser.add_argument("--only", nargs="+", choices=SETTINGS, metavar="SETTING", help=", ".join(SETTINGS))
     options = parser.parse_args()
+    if not (options.other / "envs").is_dir():
+        parser.error(f"--other {options.other} is no checkout of this repository")
     results = {} if options.quick else stored("speed", options.quick).get("results", {})
     for name in options.only or list(SETTINGS)[: 1 if options.quick else None]:
         info, rounds = machine_info(), []

@@ -400,8 +400,7 @@ def main() -> None:
                 interleave(candidates, 1)  # to warm up
                 figures = interleave(candidates, rounds)
             note = first_use() if name == "cage2" else BUILT_BY_PIP if CANONICAL in candidates else ""
-            publish(name, f"{title}\n\n`python -m benchmarks.stepping {name}`.", task, figures, references, info,
-                    options.quick, note)  # fmt: skip
+            publish(name, title, task, figures, references, info, options.quick, note)
 
 
 if __name__ == "__main__":

@@ -58,7 +58,7 @@ def test_a_page_keeps_the_groups_that_were_not_measured(tmp_path: Path, monkeypa
     assert re.findall("^## (.*)", page, re.MULTILINE) == ["one", "two"]
     assert page.count("| ours | 6 | 4 - 50 | 3.00 |") == 1  # ratios 2, 3 and 5
     assert page.count("| ours | 3 | 3 - 3 | 1.50 |") == 1
-    assert page.count("A note. 3 rounds. ") == 2
+    assert page.count("A note. 3 rounds, `python -m benchmarks.") == 2
     assert f"commit {common.commit_of(ROOT)}" in page
 
 
