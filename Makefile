@@ -8,6 +8,7 @@ BIN := $(VENV)/bin
 BENCHMARKS := stepping loop learning scaling cage2_workflows
 
 $(VENV)/.ready: requirements.txt
+	$(if $(word 2,$(CURDIR)),$(error torch.compile cannot work in $(CURDIR), whose path has a space: move the folder))
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements.txt
 	touch $@

@@ -1,7 +1,7 @@
 """PPO from pixels with discrete actions: Super Mario Bros on a real emulator, and Atari games.
 
     python ppo_atari_mario.py --backend fceumm                       # Mario learns to reach the flag of World 1-1
-    python ppo_atari_mario.py --env-id Mario-4-1 --configs explore   # another stage, with more exploration
+    python ppo_atari_mario.py --env-id Mario-1-3 --reward landed     # another stage, one that needs another reward
     python ppo_atari_mario.py --configs atari --env-id ALE/Pong-v5   # an Atari game (make atari)
     python ppo_atari_mario.py --resume --logdir runs/...             # continue a run, on a CPU bit for bit
     python ppo_atari_mario.py play --logdir runs/... --save-gif      # film the best policy of a run
@@ -62,10 +62,10 @@ class RunArgs:
     logdir: str | None = None  # run folder; default runs/{env_id}__{script}__{seed}__{time}
     resume: bool = False  # continue the run in --logdir from its latest.pt, with its arguments; flags given now win
     init_from: str | None = None  # checkpoint whose networks the run starts from
-    device: str = "cpu"  # torch device: cpu, cuda, cuda:1 (with --compile an H100 is 2.8 times one CPU thread)
+    device: str = "cpu"  # torch device: cpu, cuda, cuda:1 (with --compile an H100 is as fast as 2.8 CPU threads)
     torch_threads: int = 1  # CPU threads of torch in the update: 2 help on an idle machine and hurt on a busy one
     compile: bool = False  # torch.compile the gradient steps: for a GPU; no gain for convolutions on a CPU
-    amp: bool = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # bfloat16 networks; default: if this CPU has it
+    amp: bool = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # bfloat16 convolutions; default: if the CPU can
     eval_every: int = 100_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 10  # episodes of an evaluation with deterministic actions, and as many with sampled ones
     save_every: int = 100_000  # environment steps between writes of latest.pt; 0: at evaluations and the end
@@ -78,8 +78,8 @@ class EnvironmentArgs:
     num_workers: int | None = None  # processes that step them; default: the CPU cores
     step_timeout: float = 300.0  # seconds after which a worker that has not finished its step counts as hung
     on_worker_failure: Literal["raise", "restart"] = "raise"  # a lost worker ends the run, or is replaced
-    reset_steps: int | None = None  # time limit of episodes in steps (a truncation); default: the task's own
-    backend: Literal["auto", "nes_py", "fceumm"] = "auto"  # Mario's emulator; fceumm is several times as fast
+    reset_steps: int | None = None  # time limit in steps (a truncation); default: none on Mario, half an hour on Atari
+    backend: Literal["auto", "nes_py", "fceumm"] = "auto"  # auto: nes_py if installed; fceumm is 3 to 6 times as fast
     obs: Literal["gray64", "rgb64", "gray84"] = "gray64"  # Mario's pictures: colour and side
     frame_stack: int | None = None  # pictures in an observation; default: 4, and 1 for rgb64
     action_set: Literal["right_only", "simple", "complex"] = "simple"  # Mario's 5, 7 or 12 combinations of buttons
@@ -87,10 +87,10 @@ class EnvironmentArgs:
     max_pool: bool = False  # Mario: take the brighter of each pixel of the last two frames, against flicker
     mask_score: bool = False  # Mario: blank the rows that show score, coins and time
     show_buttons: bool = True  # Mario: paint the held buttons into the picture, since a held jump does not jump again
-    reward: Literal["shaped", "landed", "flag1000"] = "shaped"  # Mario's (envs/mario.py); landed: only ground stood on
+    reward: Literal["shaped", "landed", "flag1000"] = "shaped"  # Mario's: ground, less time and death (envs/mario.py)
     stuck_steps: int = 150  # Mario: steps without new ground after which the episode ends like a death; 0: never
-    noop_max: int = 30  # an episode begins with up to this many frames of waiting, drawn at random
-    sticky_action_probability: float = 0.25  # of each frame: to repeat the buttons of the frame before
+    noop_max: int = 30  # up to so many frames of waiting first, at random: else all episodes of a policy are one
+    sticky_action_probability: float = 0.25  # that a frame keeps the last one's buttons: no list of moves will do
     sign_reward: bool = False  # learn from the sign of each reward; what is reported are points
     episodic_life: bool = False  # Atari: the loss of a life ends the learner's episode, though the game goes on
 
@@ -100,7 +100,7 @@ class PPOArgs:
     num_steps: int = 256  # steps T per environment and rollout; a batch is N*T transitions
     learning_rate: float = 5e-4  # Adam's step size at the start
     lr_decay: Literal["linear", "exponential", "none"] = "linear"  # to 0, to a hundredth, or constant
-    gamma: float = 0.95  # discount per step
+    gamma: float = 0.95  # discount per step: looks 20 steps ahead, 1.3 s, about what a jump takes
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation: 0 trusts the critic, 1 the sampled return
     num_minibatches: int = 32  # minibatches of an epoch; must divide N*T
     minibatch_growth: int = 4  # factor on the size of minibatches while over 80 % of training episodes reach the flag
@@ -110,7 +110,7 @@ class PPOArgs:
     clip_vloss: bool = False  # clip the critic's change too (OpenAI Baselines; later studies found no gain)
     ent_coef: float = 0.01  # weight of the entropy bonus at the start
     ent_decay: Literal["linear", "exponential", "none"] = "linear"  # of that weight: to 0, to a hundredth, or constant
-    vf_coef: float = 0.01  # weight of the value loss, which is half the mean squared error
+    vf_coef: float = 0.01  # weight of half the mean squared error; at 0.5 it outweighs the actor in shared layers
     max_grad_norm: float | None = 0.5  # global l2 norm that gradients are clipped to; None: no clipping
     target_kl: float | None = None  # end an update after an epoch whose mean KL (k3) exceeds this; None: never
     feature_dim: int = 512  # units of the layer behind the convolutions
@@ -146,7 +146,7 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
     def __post_init__(self) -> None:
         check_ranges(self)
         self.batch_size, minibatches = self.num_envs * self.num_steps, self.num_minibatches
-        self.num_updates = self.total_timesteps // self.batch_size
+        self.num_updates = int(self.total_timesteps // self.batch_size)
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
         require(self.batch_size % minibatches == 0, f"--num-minibatches {minibatches} does not divide {batch}.")
@@ -164,10 +164,10 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
 PRESETS: dict[str, dict[str, Any]] = {
     "defaults": {},
     "explore": {"ent_coef": 0.05, "learning_rate": 1e-4},
-    "fast": {"total_timesteps": 2_000_000, "num_envs": 8, "num_minibatches": 8, "update_epochs": 3},
+    "fast": {"total_timesteps": 2_000_000, "num_envs": 8, "num_minibatches": 8, "update_epochs": 3},  # for rgb64
     "debug": {"total_timesteps": 2_048, "num_envs": 4, "num_steps": 64, "num_minibatches": 4, "minibatch_growth": 1,
               "update_epochs": 2, "reset_steps": 200, "eval_every": 1_024, "eval_episodes": 2, "save_every": 512},
-    # the values of ylxfda/learn-RL-with-Mario, PPO/README.md at e143216; it asked for 8 to 12 hours of a GPU
+    # rgb64, explore, fast: ylxfda/learn-RL-with-Mario, PPO/README.md at e143216; rgb64 takes it 8 to 12 GPU hours
     "rgb64": {"seed": 0, "total_timesteps": 10_000_000, "obs": "rgb64", "max_pool": True, "show_buttons": False,
               "reward": "flag1000", "stuck_steps": 0, "num_steps": 128, "num_minibatches": 16, "minibatch_growth": 1,
               "learning_rate": 2.5e-4, "lr_decay": "none", "gamma": 0.99, "ent_coef": 0.03, "ent_decay": "none",
@@ -204,7 +204,7 @@ class Agent(nn.Module):
 
     def __init__(self, envs: Any, args: Args) -> None:
         super().__init__()
-        channels, side, _ = envs.single_observation_space.shape
+        channels, side, _ = envs.single_observation_space.shape  # channels: frames x colours
         self.actor_cnn = cnn(channels, side, args.feature_dim)
         self.critic_cnn = self.actor_cnn if args.shared_cnn else cnn(channels, side, args.feature_dim)
         # A policy head of gain 0.01 starts with nearly equal probabilities for every observation.
@@ -214,12 +214,12 @@ class Agent(nn.Module):
 
     def forward(self, obs: Tensor) -> tuple[Categorical, Tensor]:
         """(batch, channels, side, side) uint8 -> a distribution of actions (batch,), and V(s), (batch,)."""
-        # bfloat16 represents 0 to 255 exactly; with the channels last in memory convolutions are fast.
+        # In bfloat16 the 256 shades stay distinct, even divided; channels last in memory make convolutions fast.
         x = obs.to(torch.bfloat16 if self.amp else torch.float32, memory_format=torch.channels_last) / 255  # detail 22
         with torch.autocast(obs.device.type, torch.bfloat16, enabled=self.amp):
             features = self.actor_cnn(x)
             critic_features = features if self.critic_cnn is self.actor_cnn else self.critic_cnn(x)
-        policy = Categorical(logits=self.actor_logits(features.float()), validate_args=False)
+        policy = Categorical(logits=self.actor_logits(features.float()), validate_args=False)  # heads in float32
         return policy, self.critic_value(critic_features.float()).squeeze(-1)
 
     def policy(self, obs: Tensor) -> Categorical:
@@ -323,9 +323,8 @@ def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one no better than a constant, nan if R is constant."""
-    variance = returns.var(correction=0)
-    rounding = 1e-12 * returns.square().mean()  # what float32 makes of the variance of equal returns
-    return math.nan if variance <= rounding else float(1 - (returns - values).var(correction=0) / variance)
+    is_constant = returns.var() <= 1e-12 * returns.square().mean()  # up to float32's rounding
+    return math.nan if is_constant else float(1 - (returns - values).var() / returns.var())
 
 
 # ---- Environments and evaluation -------------------------------------------------------------------------------------
@@ -370,7 +369,7 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
         for n in np.flatnonzero(running & (terminated | truncated)):
             final_info = infos.get("final_info", {})
             last_infos[n] = {name: x[n] for name, x in final_info.items() if isinstance(x, np.ndarray)}
-            last_infos[n]["flag_get"] = bool(terminated[n] and last_infos[n].get("flag_get"))
+            last_infos[n]["flag_get"] = bool(terminated[n] and last_infos[n].get("flag_get"))  # full: all stages
         running &= ~(terminated | truncated) | infos["worker_restarted"]  # a lost episode is played anew
     return returns, lengths, last_infos
 
@@ -379,11 +378,12 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
 def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     """Train, evaluate and save as `args` say; a signal in `signals`, which `main` fills, ends the run after its update.
     Returns the run folder, step counts and evaluations' returns. Raises FloatingPointError, WorkerError."""
+    args = replace(args, **tree_map(lambda x: x.item() if isinstance(x, np.generic) else x, asdict(args)))  # no NumPy
     backend: Any = resolve_backend(args.backend) if args.env_id.startswith("Mario-") else args.backend
-    args = replace(args, backend=backend)  # a checked copy; a policy belongs to the emulator that it has learnt on
-    with contextlib.suppress(AttributeError):  # glibc is to keep what is freed: it costs a fifth of an update otherwise
+    args = replace(args, backend=backend)  # a policy belongs to the emulator that it has learnt on
+    with contextlib.suppress(AttributeError):  # glibc is to keep freed memory: new memory costs a fifth of an update
         ctypes.CDLL(None).mallopt(-4, 0), ctypes.CDLL(None).mallopt(-1, 2**30)  # M_MMAP_MAX, M_TRIM_THRESHOLD
-    torch.set_num_threads(1)
+    torch.set_num_threads(1)  # while it collects: --torch-threads is for updates
     torch.manual_seed(args.seed)
     vec_env = make_envs(args, args.num_envs)
     agent = Agent(vec_env, args).to(args.device)
@@ -405,7 +405,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
     if checkpoint:
         load_policy(checkpoint, agent)
-        own = {name: x for name, x in checkpoint["args"].items() if name in ("backend", "shared_cnn")}
+        own = {name: x for name, x in checkpoint["args"].items() if name in ("backend", "shared_cnn")}  # not in shapes
         require(all(getattr(args, name) == x for name, x in own.items()), f"The checkpoint needs its own flags: {own}.")
     weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # one vector: Adam then takes few operations
     nn.utils.vector_to_parameters(weights, agent.parameters())  # views of it: what changes `weights` changes the agent
@@ -428,12 +428,12 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         if vec_env.set_state(tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])):
             next_obs = checkpoint["obs"]  # else (unsaved, or another --num-envs) all episodes begin anew
     run.csv_size = log.truncate(min(run.csv_size, log.tell()))  # drops the rows of updates after the checkpoint
-    commit = os.popen(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null").read().strip()
+    commit = os.popen(f"git -C {str(Path(__file__).parent)!r} rev-parse HEAD 2>/dev/null").read().strip()
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
-    (logdir / "config.json").write_text(json.dumps(config, indent=1))
+    (logdir / "config.json").write_text(json.dumps(config, indent=1, default=str))
     print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
-          f"epochs x {args.num_minibatches} minibatches ({num_large_minibatches} from 80 % flags on), "
+          f"epochs x {args.num_minibatches} minibatches ({num_large_minibatches} at over 80 % flags), "
           f"{type(vec_env.unwrapped).__name__}: {logdir}")  # fmt: skip
     if args.compile:
         print("The first update compiles the gradient steps, which takes 10 to 30 s (--no-compile: none).", flush=True)
@@ -464,14 +464,13 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
                 actions = policy.sample()
                 log_probs = policy.log_prob(actions)
             next_obs, rewards, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
-            if args.sign_reward:  # detail 19
-                rewards = np.sign(rewards)
-            final_info = infos.get("final_info", {})  # of the episodes that ended in this step
+            rewards = np.sign(rewards) if args.sign_reward else rewards  # detail 19
+            final_info = infos.get("final_info", {})  # of episodes that ended now; infos has the others'
             life_lost = infos.get("life_lost", False) | final_info.get("life_lost", False)
             ends = terminated | life_lost if args.episodic_life else terminated  # detail 16
             outcome = map(torch.as_tensor, (rewards, ends, truncated, infos["raw_reward"]))
             rows.append((obs, actions, log_probs, values, *outcome))
-            flags = final_info.get("flag_get", np.zeros(args.num_envs))  # of Mario's stages
+            flags = final_info.get("flag_get", np.zeros(args.num_envs))  # Atari has none
             for n in infos["ended_envs"]:
                 ended.append((infos["episode_return"][n], infos["episode_length"][n], terminated[n] and flags[n]))
             cuts += [(t, n, infos["final_obs"][n]) for n in np.flatnonzero(truncated & ~terminated).tolist()]
@@ -481,12 +480,12 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         with torch.no_grad():
             next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=args.device))[None]])
             if cuts:  # there, that row is of the reset state: V of the final observation takes its place
-                times, indices, final_obs = zip(*cuts, strict=True)
-                next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
+                times, envs, final_obs = zip(*cuts, strict=True)
+                next_values[times, envs] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
         # --- advantages -----------------------------------------------------------------------------------------------
         advantages, returns = compute_gae(rewards, values, next_values, ends, truncated, args.gamma, args.gae_lambda)
-        if args.norm_adv in ("batch", "per_env"):
-            advantages = normalize_advantages(advantages, dim=0 if args.norm_adv == "per_env" else None)
+        if args.norm_adv not in ("minibatch", "none"):
+            advantages = normalize_advantages(advantages, dim={"batch": None, "per_env": 0}[args.norm_adv])
         # --- update ---------------------------------------------------------------------------------------------------
         batch = Batch(*(x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)))
         torch.set_num_threads(args.torch_threads)
@@ -551,14 +550,12 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
         flag = f"flag {run.training_success:.0%}, " if args.env_id.startswith("Mario-") else ""
         line += f"{flag}evaluation {run.mean_return:.2f}{left}"
-        is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
-        print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
         # --- save -----------------------------------------------------------------------------------------------------
         stopping = bool(signals)
         saving = run.rollouts == 1 or run.global_step % (args.save_every or math.inf) < args.batch_size
         if saving or evaluating or stopping:
-            state = {"format": FORMAT, "args": asdict(args) | {"resume": False}, "run": vars(run), "adam": adam,
-                     "agent": agent.state_dict(), "envs": vec_env.get_state(), "obs": next_obs,
+            state = {"format": FORMAT, "args": asdict(args) | {"resume": False, "logdir": str(logdir)}, "adam": adam,
+                     "run": vars(run), "agent": agent.state_dict(), "envs": vec_env.get_state(), "obs": next_obs,
                      "generator": torch.get_rng_state()}  # fmt: skip
             if run.mean_return > run.best_return:
                 run.best_return = run.mean_return  # in `state` too
@@ -566,6 +563,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
                 (logdir / "best.json").write_text(json.dumps({"problem": args.game, "score": run.best_return}))
             save(logdir / "latest.pt", state)
             vec_env.unwrapped.advice = f"Go on: python {sys.argv[0]} --resume --logdir {logdir}"
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()  # after saving: a pipe may be closed
+        print(f"\r\033[K\033[?7l{line}\033[?7h" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
     for resource in (vec_env, writer, log):
         resource.close()
     print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
@@ -600,7 +599,7 @@ def load(path: Path) -> dict[str, Any]:
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
         raise OSError(f"{path} is damaged or no {FORMAT}: {error!r:.99}") from None
     trusted = ":" not in env_id or any(x.endswith(env_id) for x in sys.argv) or env_id.split(":")[0] in sys.modules
-    require(trusted, f"{path} imports the module of {env_id}: if you trust it, add --env-id {env_id}.")
+    require(trusted, f"{path} imports the module of {env_id}: if you trust it, add --env-id {env_id} or import it.")
     return state
 
 
@@ -630,9 +629,9 @@ class PlayArgs:
 def play(options: PlayArgs) -> list[float]:
     """Play the policy of a checkpoint and print each episode's return; returns these. With --save-gif, film it."""
     check_ranges(options)
-    path = Path(options.logdir or "", options.checkpoint.removesuffix(".pt") + ".pt")
+    path = Path(options.logdir or "", str(options.checkpoint).removesuffix(".pt") + ".pt")
     checkpoint = load(path)
-    torch.set_num_threads(1)  # more wait for each other over a single picture
+    torch.set_num_threads(1)  # over a single picture, more threads only wait for each other
     args = Args(**checkpoint["args"] | HERE | {"env_id": options.env_id or checkpoint["args"]["env_id"]})
     render_mode = "human" if options.render else "rgb_array" if options.save_gif else None
     vec_env = make_envs(args, 1, render_mode)
@@ -680,7 +679,8 @@ def main(argv: list[str]) -> int:
     def receive(number: int, frame: Any) -> None:
         signals.append(number)
         signal.signal(number, signal.SIG_DFL)
-        print("\nStopping after this update; the same signal again stops at once, without saving.", file=sys.stderr)
+        with contextlib.suppress(OSError):  # Ctrl-C may have ended the reader of a pipe too
+            print("\nStopping after this update; the same signal again stops at once, without saving.", file=sys.stderr)
 
     try:
         if argv[:1] == ["play"]:

@@ -87,9 +87,9 @@ class EnvironmentArgs:
     memory: bool = True  # give Blue what it has seen and done in the episode as further inputs
     reward_scale: float = 0.1  # rewards are multiplied by this for learning; reports show the game's own
     workflow: str | None = None  # order of repairs told to Blue: defender,enterprise,op_server,op_host,user, or any
-    alignment: float = 30.0  # w in the reward w (c_t - c_{t-1}); c_t: share of the fixes so far that kept the order
-    # End the run when the mean compliance over environments, each over its last 5 episodes, reaches this, and a
-    # deterministic evaluation does too, whose return is not worse than the first's; None: never.
+    alignment: float = 30.0  # w in the reward w (c_t - c_{t-1}); c_t: share of judged fixes so far that kept the order
+    # End the run when the mean compliance over environments, each over its last 5 episodes, reaches this, and a later
+    # evaluation than the first does too, its return at most a standard error below the first's; None: never.
     compliance_threshold: float | None = None
     min_episodes: int = 10  # episodes of each environment before such an end
 
@@ -144,7 +144,7 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
     def __post_init__(self) -> None:
         check_ranges(self)
         self.batch_size, minibatches = self.num_envs * self.num_steps, self.num_minibatches
-        self.num_updates = self.total_timesteps // self.batch_size
+        self.num_updates = int(self.total_timesteps // self.batch_size)
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
         require(self.batch_size % minibatches == 0, f"--num-minibatches {minibatches} does not divide {batch}.")
@@ -340,9 +340,8 @@ def log_probs_and_values(agent: Agent, obs: Tensor, actions: Tensor) -> tuple[Te
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one no better than a constant, nan if R is constant."""
-    variance = returns.var(correction=0)
-    rounding = 1e-12 * returns.square().mean()  # what float32 makes of the variance of equal returns
-    return math.nan if variance <= rounding else float(1 - (returns - values).var(correction=0) / variance)
+    is_constant = returns.var() <= 1e-12 * returns.square().mean()  # up to float32's rounding
+    return math.nan if is_constant else float(1 - (returns - values).var() / returns.var())
 
 
 # ---- Environments and evaluation -------------------------------------------------------------------------------------
@@ -359,7 +358,7 @@ def make_envs(args: Args, num_envs: int, render_mode: str | None = None) -> Any:
     what infos hold. One compiled loop steps them, or processes where make_env wraps the game; Blue's memory follows."""
     settings = args.num_workers, args.step_timeout, args.on_worker_failure
     vec_env: Any = vectorize(lambda: make_env(args, render_mode), num_envs, *settings)
-    hosts = [] if args.actions == "full" else WORKFLOW_HOSTS if args.workflow else REDUCED_HOSTS
+    hosts = [] if args.actions == "full" else WORKFLOW_HOSTS if args.workflow else REDUCED_HOSTS  # of reduced actions
     vec_env = Memory(vec_env, args.memory, hosts, args.max_steps if args.finite_horizon else None)
     return vec_env if args.workflow is None else WorkflowEnv(vec_env, args.workflow, args.alignment)
 
@@ -378,15 +377,15 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
         obs, rewards, terminated, truncated, infos = vec_env.step(actions.cpu().numpy())
         table = np.vstack([table, np.zeros(vec_env.num_envs)])
         lengths[running] = infos["episode_length"][running]
-        table[lengths[running] - 1, running] = rewards[running]
+        table[lengths[running] - 1, running] = rewards[running]  # a row for each step of the episode itself
         fixes[running] = infos.get("fixes", fixes)[running]
         running &= ~(terminated | truncated) | infos["worker_restarted"]  # a lost episode is played anew
     return table * (np.arange(len(table))[:, None] < lengths), lengths, fixes  # without what lost ones had earned
 
 
 def score(agent: Agent, args: Args, num_episodes: int, seed: int = 10_000) -> dict[str, float]:
-    """Mean returns within 30, 50 and --max-steps steps against each red agent, "score", their sum, by default as on the
-    challenge's leaderboard (-54.57 won), and more (envs/cage2/scores.py). Actions are deterministic, seeds differ."""
+    """Mean returns of the first 30, 50 and 100 steps (and of all) against each red agent; "score", their sum (-54.57
+    won the challenge); more: see envs/cage2/scores.py. Actions are deterministic, seeds other for each red agent."""
     episodes = {}
     for i, red_agent in enumerate(args.red_agents):
         with contextlib.closing(make_envs(replace(args, red_agent=red_agent), num_episodes)) as vec_env:
@@ -398,7 +397,7 @@ def score(agent: Agent, args: Args, num_episodes: int, seed: int = 10_000) -> di
 def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     """Train, evaluate and save as `args` say; a signal in `signals`, which `main` fills, ends the run after its update.
     Returns the run folder, step counts and evaluations' returns. Raises FloatingPointError, WorkerError."""
-    args = replace(args)  # a checked copy
+    args = replace(args, **tree_map(lambda x: x.item() if isinstance(x, np.generic) else x, asdict(args)))  # no NumPy
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
     vec_env = make_envs(args, args.num_envs)
@@ -428,7 +427,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     options: Any = {"cpp_wrapper": args.device == "cpu", "cpp.use_decompose_tanh": True}  # the latter vectorises tanh
     compiled: Any = (lambda f: torch.compile(f, dynamic=False, options=options)) if args.compile else (lambda f: f)
     optimize, evaluate_actions = compiled(take_steps), compiled(log_probs_and_values)
-    steps_per_call = math.gcd(4, args.num_minibatches)  # compiled, 1 is 50 % slower than 4; must divide the number
+    steps_per_call = math.gcd(4, args.num_minibatches)  # gradient steps; compiled, 1 a call is 50 % slower than 4
     run = SimpleNamespace(global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
                           training_return=math.nan, first_return=math.nan, score=math.nan, best_score=-math.inf,
                           compliant=False)  # fmt: skip
@@ -437,16 +436,16 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     if args.resume:
         vars(run).update(checkpoint["run"])
         if any(getattr(args, x) != checkpoint["args"][x] for x in ("compliance_threshold", "min_episodes")):
-            run.compliant = False  # by the new ones it is still to be judged
+            run.compliant = False  # the new ones have not been met yet
         adam = {name: x.to(args.device) for name, x in checkpoint["adam"].items()}
         torch.set_rng_state(checkpoint["generator"])
         if vec_env.set_state(tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])):
             next_obs = checkpoint["obs"]  # else (unsaved, or another --num-envs) all episodes begin anew
     run.csv_size = log.truncate(min(run.csv_size, log.tell()))  # drops the rows of updates after the checkpoint
-    commit = os.popen(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null").read().strip()
+    commit = os.popen(f"git -C {str(Path(__file__).parent)!r} rev-parse HEAD 2>/dev/null").read().strip()
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
-    (logdir / "config.json").write_text(json.dumps(config, indent=1))
+    (logdir / "config.json").write_text(json.dumps(config, indent=1, default=str))
     print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
           f"epochs x {args.num_minibatches} minibatches, {type(vec_env.unwrapped).__name__}: {logdir}")  # fmt: skip
     if args.compile:
@@ -491,13 +490,13 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             log_probs, values = evaluate_actions(agent, obs, actions)
             next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=args.device))[None]])
             if cuts:  # there, that row is of the reset state: V of the final observation takes its place
-                times, indices, final_obs = zip(*cuts, strict=True)
-                next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
+                times, envs, final_obs = zip(*cuts, strict=True)
+                next_values[times, envs] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
         # --- advantages -----------------------------------------------------------------------------------------------
         gamma = args.gamma
         advantages, returns = compute_gae(rewards, values, next_values, terminated, truncated, gamma, args.gae_lambda)
-        if args.norm_adv in ("batch", "per_env"):
-            advantages = normalize_advantages(advantages, dim=0 if args.norm_adv == "per_env" else None)
+        if args.norm_adv not in ("minibatch", "none"):
+            advantages = normalize_advantages(advantages, dim={"batch": None, "per_env": 0}[args.norm_adv])
         # --- update ---------------------------------------------------------------------------------------------------
         batch = Batch(*(x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)))
         results: list[dict[str, Tensor]] = []  # of each call: the metrics of its steps_per_call gradient steps
@@ -528,9 +527,9 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         if evaluating:
             evaluation = score(agent, args, args.eval_episodes)
             run.score = evaluation["score"]
-            highest = evaluation["mean_return"] + float(np.nan_to_num(evaluation["standard_error"]))  # nan: 1 episode
-            run.compliant = training_complies and evaluation["compliance"] >= threshold and highest >= run.first_return
-            if math.isnan(run.first_return):
+            upper = evaluation["mean_return"] + float(np.nan_to_num(evaluation["standard_error"]))  # nan: 1 episode
+            run.compliant = training_complies and evaluation["compliance"] >= threshold and upper >= run.first_return
+            if math.isnan(run.first_return):  # so the first evaluation confirms nothing
                 run.first_return = evaluation["mean_return"]
         # --- log ------------------------------------------------------------------------------------------------------
         episodic_return, episodic_length, _ = np.mean(ended, axis=0).tolist() if ended else [math.nan] * 3
@@ -563,17 +562,12 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         left = f", {minutes:.1f} min left" if run.global_step > first_end else ""  # the first update also warms up
         line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
         line += f"score {run.score:.2f}, KL {metrics['approx_kl']:.4f}{left}"
-        is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
-        print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
-        if run.compliant:
-            judged = ROW.format(**evaluation, workflow=args.workflow, confirmed=True)
-            print(f"\n{judged} (the first evaluation's return was {run.first_return:.2f})")
         # --- save -----------------------------------------------------------------------------------------------------
         stopping = bool(signals)
         saving = run.rollouts == 1 or run.global_step % (args.save_every or math.inf) < args.batch_size
         if saving or evaluating or stopping:
-            state = {"format": FORMAT, "args": asdict(args) | {"resume": False}, "run": vars(run), "adam": adam,
-                     "agent": agent.state_dict(), "envs": vec_env.get_state(), "obs": next_obs,
+            state = {"format": FORMAT, "args": asdict(args) | {"resume": False, "logdir": str(logdir)}, "adam": adam,
+                     "run": vars(run), "agent": agent.state_dict(), "envs": vec_env.get_state(), "obs": next_obs,
                      "generator": torch.get_rng_state()}  # fmt: skip
             if run.compliant or run.score > run.best_score:  # a confirmed policy is the best, whatever its score
                 run.best_score = run.score  # in `state` too
@@ -581,6 +575,11 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
                 (logdir / "best.json").write_text(json.dumps({"problem": args.game, "score": run.best_score}))
             save(logdir / "latest.pt", state)
             vec_env.unwrapped.advice = f"Go on: python {sys.argv[0]} --resume --logdir {logdir}"
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()  # after saving: a pipe may be closed
+        print(f"\r\033[K\033[?7l{line}\033[?7h" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
+        if run.compliant:
+            judged = ROW.format(**evaluation, workflow=args.workflow, confirmed=True)
+            print(f"\n{judged} (the first evaluation's return was {run.first_return:.2f})")
     for resource in (vec_env, writer, log):
         resource.close()
     end = ", ended by --compliance-threshold" if run.compliant else ""
@@ -589,7 +588,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
         best_score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.game)
         print(f"best of all runs of this game: {best_score:.2f}, {best_run}")
-    if signals and run.global_step < all_steps:
+    if signals and run.global_step < all_steps and not run.compliant:
         print(vec_env.unwrapped.advice)
     return {"logdir": str(logdir), **vars(run)}
 
@@ -616,7 +615,7 @@ def load(path: Path) -> dict[str, Any]:
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
         raise OSError(f"{path} is damaged or no {FORMAT}: {error!r:.99}") from None
     trusted = ":" not in env_id or any(x.endswith(env_id) for x in sys.argv) or env_id.split(":")[0] in sys.modules
-    require(trusted, f"{path} imports the module of {env_id}: if you trust it, add --env-id {env_id}.")
+    require(trusted, f"{path} imports the module of {env_id}: if you trust it, add --env-id {env_id} or import it.")
     return state
 
 
@@ -654,7 +653,7 @@ ROW += "{strict_compliance:.3f}, confirmed: {confirmed}"  # of the table of orde
 def search(options: SearchArgs, args: Args, signals: list[int] | None = None) -> list[dict[str, Any]]:
     """Search for the workflow of the largest return: GP-UCB over all 120 orders, a policy trained for each order tried.
 
-    The flags of training (see --help without search) are those of each order's; they begin with the preset search.
+    The flags of training (see --help without search) change the preset search, by which each order is trained.
     --init-from names a policy to start all orders from, else one is trained first. The folder (--logdir, default
     runs/search__{red agent}__{seed}) gets history.json and a run folder for each order. A search that was stopped or
     killed, be it in the middle of an order's training, goes on by the same command, and so does one with more orders.
@@ -680,11 +679,11 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
     defaults = {name: getattr(Args, name) for name in PRESETS["search"]}
     defaults |= {"workflow": "any", "red_agent": args.red_agent, "total_timesteps": options.shared_timesteps}
     needs_shared = not (args.init_from or options.fresh_policy_per_order)
-    shared = run_args("shared", **defaults) if needs_shared else None  # both may refuse: before anything is written
-    if args.init_from:
+    shared = run_args("shared", **defaults) if needs_shared else None  # may refuse, like load(): before a file is made
+    if args.init_from and not path.exists():  # a search that goes on has passed this
         load_agent(load(Path(args.init_from)), args)
     folder.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".tmp").write_text(json.dumps(saved, indent=1))  # what goes on has these settings
+    path.with_suffix(".tmp").write_text(json.dumps(saved, indent=1))  # before training: it fixes the settings
     os.replace(path.with_suffix(".tmp"), path)
     start = train(shared, signals)["logdir"] + "/latest.pt" if shared else args.init_from
     while len(history) < options.n_workflows and not signals:
@@ -736,7 +735,7 @@ def compliance_text(args: Args, fixes: list[np.ndarray]) -> str:
 def play(options: PlayArgs) -> dict[str, list[float]]:
     """Play a checkpoint's policy against each red agent and print each episode; returns the returns by red agent."""
     check_ranges(options)
-    path = Path(options.logdir or "", options.checkpoint.removesuffix(".pt") + ".pt")
+    path = Path(options.logdir or "", str(options.checkpoint).removesuffix(".pt") + ".pt")
     checkpoint = load(path)
     args = Args(**checkpoint["args"] | HERE)
     require(args.workflow or not options.workflow, "This policy was trained without a workflow: leave --workflow out.")
@@ -792,7 +791,8 @@ def main(argv: list[str]) -> int:
     def receive(number: int, frame: Any) -> None:
         signals.append(number)
         signal.signal(number, signal.SIG_DFL)
-        print("\nStopping after this update; the same signal again stops at once, without saving.", file=sys.stderr)
+        with contextlib.suppress(OSError):  # Ctrl-C may have ended the reader of a pipe too
+            print("\nStopping after this update; the same signal again stops at once, without saving.", file=sys.stderr)
 
     try:
         if argv[:1] == ["play"]:

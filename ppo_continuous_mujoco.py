@@ -123,7 +123,7 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
     def __post_init__(self) -> None:
         check_ranges(self)
         self.batch_size, minibatches = self.num_envs * self.num_steps, self.num_minibatches
-        self.num_updates = self.total_timesteps // self.batch_size
+        self.num_updates = int(self.total_timesteps // self.batch_size)
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
         require(self.num_updates > 0, f"--total-timesteps {self.total_timesteps} is less than {batch}.")
         require(self.batch_size % minibatches == 0, f"--num-minibatches {minibatches} does not divide {batch}.")
@@ -284,9 +284,8 @@ def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
     """1 - Var(R - V) / Var(R): 1 for a perfect critic, 0 for one no better than a constant, nan if R is constant."""
-    variance = returns.var(correction=0)
-    rounding = 1e-12 * returns.square().mean()  # what float32 makes of the variance of equal returns
-    return math.nan if variance <= rounding else float(1 - (returns - values).var(correction=0) / variance)
+    is_constant = returns.var() <= 1e-12 * returns.square().mean()  # up to float32's rounding
+    return math.nan if is_constant else float(1 - (returns - values).var() / returns.var())
 
 
 # ---- Environments and evaluation -------------------------------------------------------------------------------------
@@ -332,7 +331,7 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
 def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     """Train, evaluate and save as `args` say; a signal in `signals`, which `main` fills, ends the run after its update.
     Returns the run folder, step counts and evaluations' returns. Raises FloatingPointError, WorkerError."""
-    args = replace(args)  # a checked copy
+    args = replace(args, **tree_map(lambda x: x.item() if isinstance(x, np.generic) else x, asdict(args)))  # no NumPy
     torch.set_num_threads(1)  # minibatches this small gain nothing from more
     torch.manual_seed(args.seed)
     vec_env = make_envs(args, args.num_envs)
@@ -365,7 +364,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     torch._dynamo.config.recompile_limit = 1000  # of one process, which may be a sweep over many runs
     options: Any = {"cpp_wrapper": args.device == "cpu", "cpp.use_decompose_tanh": True}  # the latter vectorises tanh
     optimize: Any = torch.compile(take_steps, dynamic=False, options=options) if args.compile else take_steps
-    steps_per_call = math.gcd(4, args.num_minibatches)  # compiled, 1 is 50 % slower than 4; must divide the number
+    steps_per_call = math.gcd(4, args.num_minibatches)  # gradient steps; compiled, 1 a call is 50 % slower than 4
     run = SimpleNamespace(global_step=0, rollouts=0, resets=0, epochs=0, minibatch_updates=0, seconds=0.0, csv_size=0,
                           average_reward=0.0, best_LTA=-math.inf, training_return=math.nan, mean_return=math.nan,
                           best_return=-math.inf)  # fmt: skip
@@ -378,10 +377,10 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         if vec_env.set_state(tree_map(lambda x: x.numpy() if isinstance(x, Tensor) else x, checkpoint["envs"])):
             next_obs = checkpoint["obs"]  # else (unsaved, or another --num-envs) all episodes begin anew
     run.csv_size = log.truncate(min(run.csv_size, log.tell()))  # drops the rows of updates after the checkpoint
-    commit = os.popen(f"git -C '{Path(__file__).parent}' rev-parse HEAD 2>/dev/null").read().strip()
+    commit = os.popen(f"git -C {str(Path(__file__).parent)!r} rev-parse HEAD 2>/dev/null").read().strip()
     versions = {module.__name__: module.__version__ for module in (torch, np, gym)}
     config = {"args": asdict(args), "versions": versions, "commit": commit, "command": sys.argv}
-    (logdir / "config.json").write_text(json.dumps(config, indent=1))
+    (logdir / "config.json").write_text(json.dumps(config, indent=1, default=str))
     print(f"{args.num_updates} updates of {args.num_envs} environments x {args.num_steps} steps, {args.update_epochs} "
           f"epochs x {args.num_minibatches} minibatches, {type(vec_env.unwrapped).__name__}: {logdir}")  # fmt: skip
     if args.compile:
@@ -419,8 +418,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             log_probs, values = policy.log_prob(actions.flatten(0, 1)).view_as(rewards), values.view_as(rewards)
             next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=args.device))[None]])
             if cuts:  # there, that row is of the reset state: V of the final observation takes its place
-                times, indices, final_obs = zip(*cuts, strict=True)
-                next_values[times, indices] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
+                times, envs, final_obs = zip(*cuts, strict=True)
+                next_values[times, envs] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
         # --- advantages -----------------------------------------------------------------------------------------------
         gamma = 1 - (1 - args.gamma) / args.horizon_growth**progress
         if args.average_reward_rate is not None:  # differential values: r - average + V(s') - V(s), without gamma
@@ -430,8 +429,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             # A fall is no end here: V(s') after it is the reset state's, which is the next row's, and it counts.
             terminated, truncated = torch.zeros_like(terminated), truncated * (1 - terminated)
         advantages, returns = compute_gae(rewards, values, next_values, terminated, truncated, gamma, args.gae_lambda)
-        if args.norm_adv in ("batch", "per_env"):
-            advantages = normalize_advantages(advantages, dim=0 if args.norm_adv == "per_env" else None)
+        if args.norm_adv not in ("minibatch", "none"):
+            advantages = normalize_advantages(advantages, dim={"batch": None, "per_env": 0}[args.norm_adv])
         # --- update ---------------------------------------------------------------------------------------------------
         batch = Batch(*(x.flatten(0, 1) for x in (obs, actions, log_probs, values, advantages, returns)))
         results: list[dict[str, Tensor]] = []  # of each call: the metrics of its steps_per_call gradient steps
@@ -492,14 +491,12 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         left = f", {minutes:.1f} min left" if run.global_step > first_end else ""  # the first update also warms up
         line = f"{run.global_step:,} steps, {args.batch_size / seconds:,.0f}/s, return {run.training_return:.2f}, "
         line += f"evaluation {run.mean_return:.2f}, KL {metrics['approx_kl']:.4f}{left}"
-        is_terminal = sys.stdout is not None and sys.stdout.isatty()  # there, each line overwrites the last one
-        print(f"\r\033[K{line}" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
         # --- save -----------------------------------------------------------------------------------------------------
         stopping = bool(signals)
         saving = run.rollouts == 1 or run.global_step % (args.save_every or math.inf) < args.batch_size
         if saving or evaluating or stopping:
-            state = {"format": FORMAT, "args": asdict(args) | {"resume": False}, "run": vars(run), "adam": adam,
-                     "agent": agent.state_dict(), "statistics": vec_env.statistics.get_state(),
+            state = {"format": FORMAT, "args": asdict(args) | {"resume": False, "logdir": str(logdir)}, "adam": adam,
+                     "run": vars(run), "agent": agent.state_dict(), "statistics": vec_env.statistics.get_state(),
                      "envs": vec_env.get_state(), "obs": next_obs, "generator": torch.get_rng_state()}  # fmt: skip
             if run.mean_return > run.best_return:
                 run.best_return = run.mean_return  # in `state` too
@@ -507,6 +504,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
                 (logdir / "best.json").write_text(json.dumps({"problem": problem, "score": run.best_return}))
             save(logdir / "latest.pt", state)
             vec_env.unwrapped.advice = f"Go on: python {sys.argv[0]} --env-id {args.env_id} --resume --logdir {logdir}"
+        is_terminal = sys.stdout is not None and sys.stdout.isatty()  # after saving: a pipe may be closed
+        print(f"\r\033[K\033[?7l{line}\033[?7h" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
     for resource in (vec_env, writer, log):
         resource.close()
     print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
@@ -541,7 +540,7 @@ def load(path: Path) -> dict[str, Any]:
     except Exception as error:  # a damaged file can fail in any layer of zip, pickle and torch
         raise OSError(f"{path} is damaged or no {FORMAT}: {error!r:.99}") from None
     trusted = ":" not in env_id or any(x.endswith(env_id) for x in sys.argv) or env_id.split(":")[0] in sys.modules
-    require(trusted, f"{path} imports the module of {env_id}: if you trust it, add --env-id {env_id}.")
+    require(trusted, f"{path} imports the module of {env_id}: if you trust it, add --env-id {env_id} or import it.")
     return state
 
 
@@ -572,7 +571,7 @@ class PlayArgs:
 def play(options: PlayArgs) -> list[float]:
     """Play the policy of a checkpoint and print each episode's return; returns these. With --save-gif, film it."""
     check_ranges(options)
-    path = Path(options.logdir or "", options.checkpoint.removesuffix(".pt") + ".pt")
+    path = Path(options.logdir or "", str(options.checkpoint).removesuffix(".pt") + ".pt")
     checkpoint = load(path)
     args = Args(**checkpoint["args"] | HERE | {"env_id": options.env_id or checkpoint["args"]["env_id"]})
     render_mode = "human" if options.render else "rgb_array" if options.save_gif else None
@@ -620,7 +619,8 @@ def main(argv: list[str]) -> int:
     def receive(number: int, frame: Any) -> None:
         signals.append(number)
         signal.signal(number, signal.SIG_DFL)
-        print("\nStopping after this update; the same signal again stops at once, without saving.", file=sys.stderr)
+        with contextlib.suppress(OSError):  # Ctrl-C may have ended the reader of a pipe too
+            print("\nStopping after this update; the same signal again stops at once, without saving.", file=sys.stderr)
 
     try:
         if argv[:1] == ["play"]:

@@ -218,9 +218,8 @@ def publish(
         note: a sentence below the group's table.
     """
     groups = stored(name, quick).get("groups", {})
-    command = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
-    own = {"references": list(references), "note": note, "rounds": figures, "command": command}
-    groups[group] = {"machine": info} | own
+    groups[group] = {"machine": info, "references": list(references), "note": note, "rounds": figures}
+    groups[group]["command"] = shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *sys.argv[1:]])
     page = f"# {title}\n\nEnvironment steps per second, medians of rounds in which the candidates took turns; ratios "
     page += "are medians of the rounds' ratios.\n"
     for heading, one in groups.items():

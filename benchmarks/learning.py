@@ -363,7 +363,7 @@ def report(name: str, suite: Suite, runs: list[Run], quick: bool, by_hand: str =
             if group["command"] != run.command:
                 print(f"{run.setting}: dropped seeds {', '.join(group['seeds'])} of {group['command']}")
                 group.update(command=run.command, seeds={})
-            groups[run.setting]["seeds"][str(run.seed)] = read_run(run, suite)
+            group["seeds"][str(run.seed)] = read_run(run, suite)
     groups = {setting: groups[setting] for setting in [*suite.settings, *groups] if setting in groups}
     if not groups:
         sys.exit("error: No run is finished yet, so there is nothing to report.")

@@ -193,7 +193,9 @@ class EnvWorker:
     def end_episode(self, slot: int, observation: Any, info: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Do what the autoreset mode asks for; return the observation and info that the step hands out."""
         if self.autoreset_mode == AutoresetMode.SAME_STEP:
-            final = copy.deepcopy({"final_obs": observation, "final_info": info})  # reset may fill the same array again
+            write_tree(self.observations[slot], observation)  # of the space's type, whatever the environment returns
+            final_obs = map_tree(self.observations[slot], lambda array: array.copy()[()])  # numbers as NumPy scalars
+            final = {"final_obs": final_obs, "final_info": copy.deepcopy(info)}  # reset may fill the same arrays again
             first_observation, reset_info = self.begin_episode(slot)
             return first_observation, {**final, **reset_info}
         self.needs_reset[slot] = self.autoreset_mode == AutoresetMode.NEXT_STEP

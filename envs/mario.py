@@ -62,7 +62,7 @@ class RewardTerms(NamedTuple):
 REWARDS = {
     # a finished 1-1 is worth about 310, a decision about 1: a network fits such values as they are
     "shaped": RewardTerms(progress=1.0, clock=-1.0, flag=50.0, death=-50.0, scale=0.1),
-    # where the way leads over a small platform, flying on over its edge earns new ground all the way down into the pit
+    # in flight nothing counts: else flying over a platform's edge earns new ground all the way down into the pit
     "landed": RewardTerms(progress=1.0, clock=-1.0, flag=50.0, death=-50.0, scale=0.1, landed=True),
     # those of ylxfda/learn-RL-with-Mario: a finished 1-1 is worth about 4,110
     "flag1000": RewardTerms(progress=1.0, clock=-0.1, flag=1000.0, death=-15.0, scale=1.0),

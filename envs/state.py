@@ -11,6 +11,7 @@ from the rest).
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 from collections import deque
@@ -36,7 +37,11 @@ def get_state(env: Env) -> dict[str, Any]:
     if _is_mujoco(inner):
         state = _mujoco_state(inner)
     else:
-        state = _to_plain(inner.get_state(), f"The state of {type(inner).__name__}")
+        try:
+            own_state = inner.get_state()
+        except NotImplementedError as error:
+            raise NoState(f"{env} cannot be saved, because its get_state() raises NotImplementedError.") from error
+        state = _to_plain(own_state, f"The state of {type(inner).__name__}")
     try:
         return {"env": state, "wrappers": [_attributes(wrapper) for wrapper in wrappers]}
     except RecursionError:
@@ -60,7 +65,7 @@ def _layers(env: Env) -> tuple[Any, list[Wrapper]]:
     """The outermost layer that can be asked for its state, and the wrappers around it."""
     layer: Any = env
     wrappers: list[Wrapper] = []
-    while not (_is_mujoco(layer) or (hasattr(type(layer), "get_state") and hasattr(type(layer), "set_state"))):
+    while not (_is_mujoco(layer) or _has_state(layer)):
         if not isinstance(layer, Wrapper):
             raise NoState(
                 f"{env} cannot be saved, because {type(layer).__name__} lacks get_state() and set_state(state): "
@@ -69,6 +74,19 @@ def _layers(env: Env) -> tuple[Any, list[Wrapper]]:
         wrappers.append(layer)
         layer = layer.env
     return layer, wrappers
+
+
+def _has_state(layer: Any) -> bool:
+    """Whether `layer` has get_state() and set_state(state). Others have methods of these names that take something
+    else, such as a robot's set_state(qpos, qvel)."""
+    for name, arguments in (("get_state", ()), ("set_state", ({},))):
+        try:
+            inspect.signature(getattr(type(layer), name)).bind(layer, *arguments)
+        except (AttributeError, TypeError):
+            return False
+        except ValueError:  # compiled code may not tell what it takes
+            pass
+    return True
 
 
 # ---- attributes of wrappers ---------------------------------------------------------------------------------------

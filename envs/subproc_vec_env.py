@@ -14,8 +14,8 @@ What happens in a step:
 It can stand in for `gymnasium.vector.AsyncVectorEnv`, for numeric spaces: same errors, same methods but for
 `call_async` and `call_wait`, same keywords but for `daemon`, `worker` and `observation_mode`. The differences: a
 process steps several environments in turn, so that there need be no more processes than cores; what an environment
-sends at every step is not pickled; no environment is created in the calling process; and every wait has a limit and
-notices a dead worker.
+sends at every step is not pickled; a final observation must fit its space as all others do; no environment is created
+in the calling process; and every wait has a limit and notices a dead worker.
 """
 
 from __future__ import annotations

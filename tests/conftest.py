@@ -175,8 +175,7 @@ def make_sample(script: ModuleType, batch_size: int = 16, seed: int = 0, **value
 
 def make_batch(script: ModuleType, **tensors: torch.Tensor) -> Any:
     """The script's Batch of these tensors; those that it has besides, of a copy's own, are zeros."""
-    zeros = torch.zeros(len(tensors["obs"]))
-    return script.Batch(**{name: tensors.get(name, zeros) for name in script.Batch._fields})
+    return script.Batch(**{name: tensors.get(name, torch.zeros(len(tensors["obs"]))) for name in script.Batch._fields})
 
 
 def column(*numbers: float) -> torch.Tensor:
@@ -239,8 +238,7 @@ def tiny_runner(script: ModuleType, folder: Path) -> Callable[..., dict[str, Any
     number = itertools.count()
 
     def run(**values: Any) -> dict[str, Any]:
-        logdir = Path(values.pop("logdir", folder / f"run{next(number)}"))
-        return script.train(tiny_args(script, logdir, **values))
+        return script.train(tiny_args(script, Path(values.pop("logdir", folder / f"run{next(number)}")), **values))
 
     return run
 
@@ -375,13 +373,11 @@ def fork(work: Callable[[], int | None], output: Path) -> int:
         descriptor = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, 1)
         os.dup2(descriptor, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")
+        sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)  # os._exit flushes not
         code = work() or 0
     except BaseException:
         traceback.print_exc()
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
         os._exit(code)
 
 

@@ -217,8 +217,7 @@ def test_the_state_before_the_action_is_judged(cage2: ModuleType) -> None:
     for _ in range(3):
         vec_env.step(np.zeros(64, int))
     before = vec_env.unwrapped.true_state()["clearable"] & others
-    restores = np.array([ACTION_NAMES.index(f"Restore {HOSTS[row.argmax()]}") for row in before])
-    infos = vec_env.step(restores)[4]
+    infos = vec_env.step(np.array([ACTION_NAMES.index(f"Restore {HOSTS[row.argmax()]}") for row in before]))[4]
     after = vec_env.unwrapped.true_state()["clearable"] & others
     cured = (before.sum(1) == 1) & ~after.any(1)
     assert cured.sum() > 10
@@ -283,8 +282,7 @@ def test_games_in_processes_are_judged_alike(cage2: ModuleType, monkeypatch: pyt
 
 def test_operational_hosts_can_be_repaired_with_workflows_and_else_nothing_changes(cage2: ModuleType) -> None:
     """Else an order with op_host first could not be kept: the nine reduced hosts have none of them."""
-    memory = games(cage2, 48, workflow="any").env
-    names = {ACTION_NAMES[a] for a in memory.game_actions(np.arange(48))}
+    names = {ACTION_NAMES[a] for a in games(cage2, 48, workflow="any").env.game_actions(np.arange(48))}
     for host in set(HOSTS) - {"User0"}:
         assert {f"Remove {host}", f"Restore {host}", f"Analyse {host}"} <= names
     assert not any("User0" in name for name in names)
@@ -498,8 +496,7 @@ def test_a_search_killed_anywhere_goes_on_and_ends_alike(cage2: ModuleType, tmp_
 
         assert wait(fork(work, output)) == -signal.SIGKILL, output.read_text()[-2000:]
     run_search(cage2, broken)
-    histories = (json.loads((tmp_path / x / "history.json").read_text())["history"] for x in ("broken", "whole"))
-    assert_same(*histories)
+    assert_same(*(json.loads((tmp_path / x / "history.json").read_text())["history"] for x in ("broken", "whole")))
     assert len(run_search(cage2, broken, 4)) == 4
     with pytest.raises(cage2.UsageError, match="of learning_rate = "):
         run_search(cage2, broken, learning_rate=1.0)

@@ -136,15 +136,17 @@ def test_an_observation_wrapper_acts_also_in_evaluation(recipe: str, env_id: str
 
 
 def test_a_sweep_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    """The program of the page, shortened, twice: its runs are as if alone, and the second time found finished."""
+    """The page's program, shortened, with NumPy's numbers, twice: its runs are as if alone, and then found finished."""
+    tiny = TINY | {"gae_lambda": np.float32(0.9), "hidden_sizes": tuple(np.array([8, 8])), "total_timesteps": 5e2}
     (program,) = re.findall(r"```python\n(from pathlib.*?)```", PAGE.read_text(), re.DOTALL)
     program = program.replace('"ant", ', '"ant", **tiny, ')
     monkeypatch.chdir(tmp_path)
     for _ in range(2):
-        exec(compile(program, "sweep", "exec"), {"tiny": TINY})
+        exec(compile(program, "sweep", "exec"), {"tiny": tiny})
     printed = [float(x) for x in re.findall(r"^0\.\d+ (-?[\d.]+)$", capsys.readouterr().out, re.MULTILINE)]
     script = load_script(ROOT / "ppo_continuous_mujoco.py")
-    alone = script.train(script.preset("ant", **TINY | {"learning_rate": 3e-4, "logdir": str(tmp_path / "alone")}))
+    alone = script.train(script.preset("ant", **tiny | {"learning_rate": 3e-4, "logdir": tmp_path / "alone"}))
+    script.play(script.PlayArgs(checkpoint=tmp_path / "alone" / "best.pt"))
     assert printed == pytest.approx([printed[0], alone["mean_return"]] * 2, abs=0.01)
 
 

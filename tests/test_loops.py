@@ -146,8 +146,7 @@ def test_every_transition_is_used_once_an_epoch_in_a_fresh_order_and_with_its_ow
         for start in range(0, per_update, args.num_minibatches):
             epoch = minibatches[start : start + args.num_minibatches]
             assert {len(minibatch.obs) for minibatch in epoch} == {args.batch_size // args.num_minibatches}
-            used = [torch.stack([x.values, x.advantages, x.returns], -1) for x in epoch]
-            orders.append(torch.cat(used).tolist())
+            orders.append(torch.cat([torch.stack([x.values, x.advantages, x.returns], -1) for x in epoch]).tolist())
             assert sorted(orders[-1]) == sorted(rows.tolist())
         assert all(one != other for one, other in itertools.combinations(orders, 2))
         for minibatch in minibatches:  # the agent has not changed, so the ratio of every row is 1

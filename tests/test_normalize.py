@@ -23,8 +23,7 @@ ACTIONS = np.zeros((NUM_ENVS, 1), np.float32)
 
 def vec(env_id: str = "KnownValues-v0", limit: int | None = 5, kind: Any = SyncVectorEnv) -> Any:
     """KnownValues-v0: observation k = steps left, reward 1; ends by termination or after `limit` steps."""
-    env_fns = [lambda: gym.make(env_id, max_episode_steps=limit)] * NUM_ENVS
-    return kind(env_fns, autoreset_mode=AutoresetMode.SAME_STEP)
+    return kind([lambda: gym.make(env_id, max_episode_steps=limit)] * NUM_ENVS, autoreset_mode=AutoresetMode.SAME_STEP)
 
 
 @settings(max_examples=40)

@@ -49,7 +49,7 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
         "advantages keep their mean": ("(advantages - advantages.mean(dim, keepdim=True)) /", "advantages /"),
     },
     "test_loops::test_advantages_are_normalized_over_the_scope[per_env]": {
-        "per-environment normalisation takes the wrong axis": ("dim=0 if args.norm_adv", "dim=1 if args.norm_adv"),
+        "per-environment normalisation takes the wrong axis": ('"per_env": 0}', '"per_env": 1}'),
     },
     "test_ppo_math::test_the_loss_normalizes_advantages_only_if_it_is_asked_to": {
         "advantages are never normalised": ('normalizing = args.norm_adv == "minibatch"', "normalizing = False"),
@@ -119,7 +119,7 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
         "the policy starts with large means": ("action_dim], output_gain=0.01)", "action_dim], output_gain=1.0)"),
     },
     "test_loops::test_what_follows_a_step_is_the_final_observation": {
-        "the reset observation is bootstrapped": ("next_values[times, indices] = agent", "_ = agent"),
+        "the reset observation is bootstrapped": ("next_values[times, envs] = agent", "_ = agent"),
         "a time limit is stored as a termination": (
             "(rewards, terminated, truncated, infos",
             "(rewards, terminated | truncated, truncated, infos",

@@ -178,8 +178,7 @@ def test_tensorboard_shows_one_curve_without_holes_or_doubled_points(continuous:
     assert wait(start(continuous, logdir, values)) == 0
     events = EventAccumulator(str(logdir))
     events.Reload()
-    steps = [event.step for event in events.Scalars("train/value_loss")]
-    assert steps == [64 * update for update in range(1, 9)]
+    assert [event.step for event in events.Scalars("train/value_loss")] == [64 * update for update in range(1, 9)]
     logged = {name for name, column in columns(logdir).items() if np.isfinite(column).any()}
     assert set(events.Tags()["scalars"]) == logged - {"global_step"}
 
@@ -209,8 +208,7 @@ def test_an_extended_run_anneals_towards_its_new_end(run_tiny: Run, capsys: pyte
     """The rate falls with the updates done: 1, 2/3, 1/3, then 3/6, 2/6, 1/6. Another --num-envs begins new episodes."""
     first = run_tiny(total_timesteps=192, learning_rate=6e-4)
     run_tiny(logdir=first["logdir"], total_timesteps=384, learning_rate=6e-4, resume=True, num_envs=8, num_steps=8)
-    rates = columns(first["logdir"])["train/learning_rate"]
-    assert rates == pytest.approx([6e-4, 4e-4, 2e-4, 3e-4, 2e-4, 1e-4])
+    assert columns(first["logdir"])["train/learning_rate"] == pytest.approx([6e-4, 4e-4, 2e-4, 3e-4, 2e-4, 1e-4])
     assert "--num-envs is 8 from now on; it was 4." in capsys.readouterr().out
 
 
@@ -263,15 +261,26 @@ def test_a_signal_ends_the_run(continuous: ModuleType, tmp_path: Path, signum: i
     assert_same(weights(logdir), weights(tmp_path / "whole"))
 
 
-def test_a_signal_in_the_last_update_leaves_the_run_finished(continuous: ModuleType, tmp_path: Path) -> None:
-    def work() -> int:
-        compute_gae = continuous.compute_gae
-        continuous.compute_gae = lambda *args: (os.kill(os.getpid(), signal.SIGTERM), compute_gae(*args))[1]
-        return continuous.main(tiny_flags(continuous, tmp_path / "run", total_timesteps=64))
+@pytest.mark.parametrize(("steps", "closed"), [(64, ()), (640, (1, 2))])
+def test_a_signal_in_the_first_update(continuous: ModuleType, tmp_path: Path, steps: int, closed: Any) -> None:
+    """Which finishes the run if it is the last one. Without a reader (Ctrl-C in `2>&1 | tee`) the exit code is 1."""
+    reader, writer = os.pipe()
+    os.close(reader)
 
-    assert wait(fork(work, tmp_path / "output.txt")) == 128 + signal.SIGTERM
-    assert "64 steps in" in (tmp_path / "output.txt").read_text()
-    assert (tmp_path / "run" / "best.json").exists()
+    def work() -> int:
+        def interrupt(*args: Any) -> Any:
+            for output in closed:
+                os.dup2(writer, output)
+            os.kill(os.getpid(), signal.SIGTERM)
+            return compute_gae(*args)
+
+        compute_gae, continuous.compute_gae = continuous.compute_gae, interrupt
+        return continuous.main(tiny_flags(continuous, tmp_path / "run", total_timesteps=steps, eval_every=0))
+
+    assert wait(fork(work, tmp_path / "output.txt")) == (1 if closed else 128 + signal.SIGTERM)
+    assert torch.load(tmp_path / "run" / "latest.pt", weights_only=True)["run"]["global_step"] == 64
+    finished = "64 steps in" in (tmp_path / "output.txt").read_text()
+    assert finished == (tmp_path / "run" / "best.json").exists() == (steps == 64)
 
 
 def test_a_second_interrupt_stops_at_once(continuous: ModuleType, tmp_path: Path) -> None:

@@ -189,6 +189,8 @@ def with_a_cycle() -> gym.Env:
 CANNOT = [
     (partial(gym.make, "CartPole-v1"), r"CartPoleEnv lacks get_state\(\) and set_state\(state\)"),
     (Opaque, "The state of Opaque holds a Generator, which cannot be saved"),
+    (type("Robot", (PoisonEnv,), {"set_state": lambda self, qpos, qvel: None}), r"Robot lacks get_state\(\)"),
+    (type("Unwritten", (PoisonEnv,), {"get_state": gym.Env.render}), r"get_state\(\) raises NotImplementedError"),
     (with_a_cycle, "a wrapper holds something that is a part of itself"),
     *(
         (partial(with_attribute, value), r"OrderEnforcing\.thing holds a \w+")

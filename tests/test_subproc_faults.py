@@ -460,8 +460,7 @@ SCRIPTS = {
 @pytest.mark.parametrize("doing", SCRIPTS)
 def test_no_worker_outlives_a_parent_that_is_killed(context: str, doing: str) -> None:
     env, body = SCRIPTS[doing]
-    body = "child = None\n" + body + "print(child, flush=True)\ntime.sleep(60)"
-    process, pids = start_script(body, env, context)
+    process, pids = start_script("child = None\n" + body + "print(child, flush=True)\ntime.sleep(60)", env, context)
     child = process.stdout.readline()
     assert all(map(is_alive, pids))
     process.kill()

@@ -249,14 +249,15 @@ def test_actions_and_observations_of_every_numeric_space_arrive_unchanged(space:
 
 def test_a_reset_that_fills_the_same_arrays_again_leaves_the_final_ones_alone() -> None:
     """Where a time limit cuts an episode, its value is that of the state it reached, not of the next one's first."""
-    envs = SubprocVecEnv([ReusingEnv] * 2, autoreset_mode=AutoresetMode.SAME_STEP, context="fork")
+    listing = partial(gym.wrappers.TransformObservation, ReusingEnv(), np.ndarray.tolist, UNIT)
+    envs = SubprocVecEnv([ReusingEnv, listing], autoreset_mode=AutoresetMode.SAME_STEP, context="fork")
     envs.reset()
     for _ in range(3):
         obs, _, terminated, _, infos = envs.step([0, 0])
     envs.close()
     assert terminated.all()
     assert (obs == 0).all()
-    assert np.array_equal(np.stack(infos["final_obs"]), np.full((2, 2), 3))
+    np.testing.assert_array_equal(np.stack(infos["final_obs"]), np.full((2, 2), 3, np.float32), strict=True)
     assert [steps for (steps,) in infos["final_info"]["steps"]] == [3, 3]
 
 

@@ -101,8 +101,7 @@ def test_a_reward_level_is_no_credit_once_the_critic_knows_it(script: ModuleType
     torch.testing.assert_close(naive[:, 0], -naive[:, 1])
     # 10 (1 - 0.9405^5) / (1 - 0.9405) = 44.4
     torch.testing.assert_close(naive[[0, -1], 0], torch.tensor([44.4, 10.0]), rtol=0, atol=0.01)
-    steps_left = torch.arange(5, 0, -1)[:, None]
-    exact = rewards * (1 - 0.99**steps_left) / (1 - 0.99)
+    exact = rewards * (1 - 0.99 ** torch.arange(5, 0, -1)[:, None]) / (1 - 0.99)
     informed, _ = gae(script, rewards, exact, 0.0, 0.99, 0.95, terminations=ends)
     torch.testing.assert_close(informed, torch.zeros(5, 2), rtol=0, atol=1e-4)
 

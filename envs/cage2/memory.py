@@ -27,8 +27,8 @@ DECOY_SLOTS = [
     for d in sorted(range(len(DECOYS)), key=lambda d: -EXPLOITS[DECOYS[d].stops].weight)
     if DECOY_FITS[d] >> host & 1 and not LISTENING[host] & DECOY_CHECKS[d]
 ]
-STARTERS = np.array([VERB_AND_HOST.index((f"Decoy{DECOYS[d].name}", host)) for host, d in DECOY_SLOTS])  # the actions
-# Host h has the slots from FIRST_SLOT[h] to before FIRST_SLOT[h + 1].
+# The action that starts each slot's decoy. Host h has the slots from FIRST_SLOT[h] to before FIRST_SLOT[h + 1].
+STARTERS = np.array([VERB_AND_HOST.index((f"Decoy{DECOYS[d].name}", host)) for host, d in DECOY_SLOTS])
 FIRST_SLOT = np.searchsorted([host for host, _ in DECOY_SLOTS], range(len(HOSTS) + 1))
 
 # The reduced actions are those of the challenge's winner (CardiffUni): four verbs on the nine hosts of consequence.
