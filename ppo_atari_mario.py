@@ -62,7 +62,7 @@ class RunArgs:
     logdir: str | None = None  # run folder; default runs/{env_id}__{script}__{seed}__{time}
     resume: bool = False  # continue the run in --logdir from its latest.pt, with its arguments; flags given now win
     init_from: str | None = None  # checkpoint whose networks the run starts from
-    device: str = "cpu"  # torch device: cpu, cuda, cuda:1 (with --compile an H100 is as fast as 2.8 CPU threads)
+    device: str = "cpu"  # torch device: cpu, cuda, cuda:1 (with --compile an H100 is 2.8 times one CPU thread)
     torch_threads: int = 1  # CPU threads of torch in the update: 2 help on an idle machine and hurt on a busy one
     compile: bool = False  # torch.compile the gradient steps: for a GPU; no gain for convolutions on a CPU
     amp: bool = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # bfloat16 convolutions; default: if the CPU can
@@ -369,7 +369,7 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
         for n in np.flatnonzero(running & (terminated | truncated)):
             final_info = infos.get("final_info", {})
             last_infos[n] = {name: x[n] for name, x in final_info.items() if isinstance(x, np.ndarray)}
-            last_infos[n]["flag_get"] = bool(terminated[n] and last_infos[n].get("flag_get"))  # full: all stages
+            last_infos[n]["flag_get"] = bool(terminated[n] and last_infos[n].get("flag_get"))  # a flag need not end it
         running &= ~(terminated | truncated) | infos["worker_restarted"]  # a lost episode is played anew
     return returns, lengths, last_infos
 

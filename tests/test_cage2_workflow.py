@@ -75,9 +75,8 @@ def check(module: Any = workflow) -> None:
         assert [name for name, holds in zip(workflow.VERDICTS, row, strict=True) if holds] == plain_reading(*case)
     # 3 of 4 judged fixes comply, 1 of 1 does, and an episode of needless ones alone says nothing
     metrics = module.fix_metrics(np.array([[3, 2, 4, 0], [0, 0, 0, 6], [1, 1, 1, 0]]))
-    assert metrics == pytest.approx(
-        {"compliance": 0.875, "compliance_micro": 0.8, "strict_compliance": 0.75, "needless_fixes": 2.0}
-    )
+    expected = {"compliance": 0.875, "compliance_micro": 0.8, "strict_compliance": 0.75, "needless_fixes": 2.0}
+    assert metrics == pytest.approx(expected)
     assert all(math.isnan(value) for value in module.fix_metrics(np.zeros((0, 4), int)).values())
     assert float(module.compliance_of(np.array([2, 2, 100, 5]))) == 0.02  # a sweep of all types, and then spam
 
