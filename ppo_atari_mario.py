@@ -60,7 +60,7 @@ class RunArgs:
     seed: int = 1  # seed of networks, sampling and environments (environment n gets seed + n)
     total_timesteps: int = 1_000_000  # environment steps of the whole run, rounded down to whole batches
     logdir: str | None = None  # run folder; default runs/{env_id}__{script}__{seed}__{time}
-    resume: bool = False  # continue the run in --logdir from its latest.pt, with its arguments; flags given now win
+    resume: bool = False  # continue the run in --logdir, with its arguments; flags given now win (seed and task stay)
     init_from: str | None = None  # checkpoint whose networks the run starts from
     device: str = "cpu"  # torch device: cpu, cuda, cuda:1 (with --compile an H100 is 2.8 times one CPU thread)
     torch_threads: int = 1  # CPU threads of torch in the update: 2 help on an idle machine and hurt on a busy one
@@ -68,7 +68,7 @@ class RunArgs:
     amp: bool = bool(torch.cpu.get_capabilities().get("avx512_bf16"))  # bfloat16 convolutions; default: if the CPU can
     eval_every: int = 100_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 10  # episodes of an evaluation with deterministic actions, and as many with sampled ones
-    save_every: int = 100_000  # environment steps between writes of latest.pt; 0: at evaluations and the end
+    save_every: int = 100_000  # environment steps between writes of latest.pt; evaluations and the end write it too
     track: str | None = None  # Weights & Biases project to log to as well (pip install wandb; WANDB_ENTITY works too)
 
 
@@ -76,8 +76,8 @@ class RunArgs:
 class EnvironmentArgs:
     num_envs: int = 32  # parallel environments N
     num_workers: int | None = None  # processes that step them; default: the CPU cores
-    step_timeout: float = 300.0  # seconds after which a worker that has not finished its step counts as hung
-    on_worker_failure: Literal["raise", "restart"] = "raise"  # a lost worker ends the run, or is replaced
+    step_timeout: float = 300.0  # seconds after which a worker process that has not finished its step counts as hung
+    on_worker_failure: Literal["raise", "restart"] = "raise"  # a lost worker process ends the run, or is replaced
     reset_steps: int | None = None  # time limit in steps (a truncation); default: none on Mario, half an hour on Atari
     backend: Literal["auto", "nes_py", "fceumm"] = "auto"  # auto: nes_py if installed; fceumm is 3 to 6 times as fast
     obs: Literal["gray64", "rgb64", "gray84"] = "gray64"  # Mario's pictures: colour and side
@@ -377,7 +377,7 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
 # ---- Training --------------------------------------------------------------------------------------------------------
 def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     """Train, evaluate and save as `args` say; a signal in `signals`, which `main` fills, ends the run after its update.
-    Returns the run folder, step counts and evaluations' returns. Raises FloatingPointError, WorkerError."""
+    Returns the run folder and the state of `run` below. Raises what `main` catches."""
     args = replace(args, **tree_map(lambda x: x.item() if isinstance(x, np.generic) else x, asdict(args)))  # no NumPy
     backend: Any = resolve_backend(args.backend) if args.env_id.startswith("Mario-") else args.backend
     args = replace(args, backend=backend)  # a policy belongs to the emulator that it has learnt on
@@ -479,7 +479,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         rewards, ends, truncated, raw_rewards = (x.to(args.device, torch.float32) for x in others)
         with torch.no_grad():
             next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=args.device))[None]])
-            if cuts:  # there, that row is of the reset state: V of the final observation takes its place
+            if cuts:  # there, values[t + 1] is of the reset state: V of the final observation replaces it
                 times, envs, final_obs = zip(*cuts, strict=True)
                 next_values[times, envs] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
         # --- advantages -----------------------------------------------------------------------------------------------
@@ -508,7 +508,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         seconds = time.perf_counter() - started
         run.seconds += seconds
         # --- evaluate -------------------------------------------------------------------------------------------------
-        # Did this batch reach or pass a multiple of --eval-every? Then the remainder is below its size (0: never).
+        # After a batch that reached a multiple of --eval-every the remainder is below batch_size (0: only at the end).
         evaluating = run.global_step >= all_steps or run.global_step % (args.eval_every or math.inf) < args.batch_size
         scores = {f"{kind}/{name}": math.nan for kind in ("eval", "eval_sampled") for name in EVALUATION}
         if evaluating:
@@ -567,7 +567,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         print(f"\r\033[K\033[?7l{line}\033[?7h" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
     for resource in (vec_env, writer, log):
         resource.close()
-    print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
+    print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s of training, evaluation {run.mean_return:.2f}: {logdir}")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a bad best.json costs only this line
         runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
         score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.game)
@@ -614,10 +614,10 @@ def load_policy(checkpoint: dict[str, Any], agent: Agent) -> None:
 @dataclass
 class PlayArgs:
     logdir: str | None = None  # run folder; not needed if --checkpoint is the path of a file
-    checkpoint: str = "best"  # best, latest, or the path of a file: a name in --logdir, if that is given
+    checkpoint: str = "best"  # best, latest, or the path of a .pt file: a name in --logdir, if that is given
     env_id: str | None = None  # stage to play, as Mario-1-2; default: that of the checkpoint
     episodes: int = 1  # episodes to play
-    seed: int = 0  # seed of the first episode; episode i gets seed + i
+    seed: int = 0  # seed of the first episode; each further one gets the next number
     stochastic: bool = False  # sample the actions instead of taking the policy's mode
     render: bool = False  # show the episodes in a window
     save_gif: bool = False  # write a GIF of each episode
@@ -658,7 +658,7 @@ def preset(*names: str, **flags: Any) -> Args:
 
 def parse_args(argv: list[str]) -> Args:
     """Arguments from the run to --resume, the presets of --configs from left to right, and flags: the last one wins."""
-    first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)  # for configs, resume, logdir
+    first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)
     values = load(Path(first.logdir, "latest.pt"))["args"] if first.resume and first.logdir else {}
     require(not (first.resume and first.init_from), "--init-from begins a new run: leave out --resume.")
     for name in first.configs:

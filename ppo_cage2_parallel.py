@@ -60,14 +60,14 @@ class RunArgs:
     seed: int = 1  # seed of networks, sampling and environments (environment n gets seed + n)
     total_timesteps: int = 20_000_000  # environment steps of the whole run, rounded down to whole batches
     logdir: str | None = None  # run folder; default runs/{env_id}__{script}__{seed}__{time}
-    resume: bool = False  # continue the run in --logdir from its latest.pt, with its arguments; flags given now win
+    resume: bool = False  # continue the run in --logdir, with its arguments; flags given now win (seed and task stay)
     init_from: str | None = None  # checkpoint whose networks the run starts from
     device: str = "cpu"  # torch device: cpu, cuda, cuda:1 (an H100 trains 3.8 times as fast as one CPU thread)
     torch_threads: int = 1  # CPU threads of torch: on two idle cores, 2 train 1.5 times as fast as 1
     compile: bool = True  # torch.compile the gradient steps: training is 1.5 times as fast, after 10 to 30 s
     eval_every: int = 1_000_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 200  # episodes of an evaluation against each red agent, fixed seeds, deterministic actions
-    save_every: int = 2_000_000  # environment steps between writes of latest.pt; 0: at evaluations and the end
+    save_every: int = 2_000_000  # environment steps between writes of latest.pt; evaluations and the end write it too
     track: str | None = None  # Weights & Biases project to log to as well (pip install wandb; WANDB_ENTITY works too)
 
 
@@ -75,8 +75,8 @@ class RunArgs:
 class EnvironmentArgs:
     num_envs: int = 256  # parallel environments N
     num_workers: int | None = None  # processes that step them, where make_env wraps the game; default: the CPU cores
-    step_timeout: float = 300.0  # seconds after which a worker that has not finished its step counts as hung
-    on_worker_failure: Literal["raise", "restart"] = "raise"  # a lost worker ends the run, or is replaced
+    step_timeout: float = 300.0  # seconds after which a worker process that has not finished its step counts as hung
+    on_worker_failure: Literal["raise", "restart"] = "raise"  # a lost worker process ends the run, or is replaced
     red_agent: Literal["mixed", "b_line", "meander", "sleep"] = "mixed"  # who attacks; mixed: drawn for each episode
     green: bool = False  # let Green scan ports as users do (the published scores are without)
     version: Literal["leaderboard", "head"] = "leaderboard"  # rules of the published scores, or of CybORG's last commit
@@ -396,7 +396,7 @@ def score(agent: Agent, args: Args, num_episodes: int, seed: int = 10_000) -> di
 # ---- Training --------------------------------------------------------------------------------------------------------
 def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     """Train, evaluate and save as `args` say; a signal in `signals`, which `main` fills, ends the run after its update.
-    Returns the run folder, step counts and evaluations' returns. Raises FloatingPointError, WorkerError."""
+    Returns the run folder and the state of `run` below. Raises what `main` catches."""
     args = replace(args, **tree_map(lambda x: x.item() if isinstance(x, np.generic) else x, asdict(args)))  # no NumPy
     torch.set_num_threads(args.torch_threads)
     torch.manual_seed(args.seed)
@@ -489,7 +489,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         with torch.no_grad():  # the policy is still the one that acted, and one pass over the batch is fast
             log_probs, values = evaluate_actions(agent, obs, actions)
             next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=args.device))[None]])
-            if cuts:  # there, that row is of the reset state: V of the final observation takes its place
+            if cuts:  # there, values[t + 1] is of the reset state: V of the final observation replaces it
                 times, envs, final_obs = zip(*cuts, strict=True)
                 next_values[times, envs] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
         # --- advantages -----------------------------------------------------------------------------------------------
@@ -517,7 +517,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         seconds = time.perf_counter() - started
         run.seconds += seconds
         # --- evaluate -------------------------------------------------------------------------------------------------
-        # Did this batch reach or pass a multiple of --eval-every? Then the remainder is below its size (0: never).
+        # After a batch that reached a multiple of --eval-every the remainder is below batch_size (0: only at the end).
         evaluating = run.global_step >= all_steps or run.global_step % (args.eval_every or math.inf) < args.batch_size
         threshold: Any = args.compliance_threshold
         evaluation, training_complies = no_evaluation, False
@@ -583,7 +583,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     for resource in (vec_env, writer, log):
         resource.close()
     end = ", ended by --compliance-threshold" if run.compliant else ""
-    print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, score {run.score:.2f}{end}: {logdir}")
+    print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s of training, score {run.score:.2f}{end}: {logdir}")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a bad best.json costs only this line
         runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
         best_score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == args.game)
@@ -713,11 +713,11 @@ def search(options: SearchArgs, args: Args, signals: list[int] | None = None) ->
 @dataclass
 class PlayArgs:
     logdir: str | None = None  # run folder; not needed if --checkpoint is the path of a file
-    checkpoint: str = "best"  # best, latest, or the path of a file: a name in --logdir, if that is given
+    checkpoint: str = "best"  # best, latest, or the path of a .pt file: a name in --logdir, if that is given
     red_agent: Literal["mixed", "b_line", "meander", "sleep"] | None = None  # mixed: all; default: as in training
     workflow: str | None = None  # the order to tell a policy that was trained with workflows; default: as in training
     episodes: int = 1  # episodes to play against each red agent
-    seed: int = 0  # seed of the first episode; episode i gets seed + i
+    seed: int = 0  # seed of the first episode; each further one gets the next number
     stochastic: bool = False  # sample the actions instead of taking the policy's mode
     render: bool = False  # print the game before each step
     save_gif: bool = False  # write a GIF of each episode
@@ -770,7 +770,7 @@ def preset(*names: str, **flags: Any) -> Args:
 
 def parse_args(argv: list[str]) -> Args:
     """Arguments from the run to --resume, the presets of --configs from left to right, and flags: the last one wins."""
-    first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)  # for configs, resume, logdir
+    first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)
     values = load(Path(first.logdir, "latest.pt"))["args"] if first.resume and first.logdir else {}
     require(not (first.resume and first.init_from), "--init-from begins a new run: leave out --resume.")
     for name in first.configs:

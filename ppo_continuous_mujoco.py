@@ -54,13 +54,13 @@ class RunArgs:
     seed: int = 1  # seed of networks, sampling and environments (environment n gets seed + n)
     total_timesteps: int = 1_000_000  # environment steps of the whole run, rounded down to whole batches
     logdir: str | None = None  # run folder; default runs/{env_id}__{script}__{seed}__{time}
-    resume: bool = False  # continue the run in --logdir from its latest.pt, with its arguments; flags given now win
+    resume: bool = False  # continue the run in --logdir, with its arguments; flags given now win (seed and task stay)
     init_from: str | None = None  # checkpoint whose networks and observation statistics the run starts from
     device: str = "cpu"  # torch device: cpu, cuda, cuda:1 (minibatches this small are faster on a CPU)
     compile: bool = True  # torch.compile the gradient steps: HalfCheetah is 3 times as fast, after 10 to 30 s
     eval_every: int = 100_000  # environment steps between evaluations; 0: only at the end
     eval_episodes: int = 10  # episodes of an evaluation, with fixed seeds and deterministic actions
-    save_every: int = 100_000  # environment steps between writes of latest.pt; 0: at evaluations and the end
+    save_every: int = 100_000  # environment steps between writes of latest.pt; evaluations and the end write it too
     track: str | None = None  # Weights & Biases project to log to as well (pip install wandb; WANDB_ENTITY works too)
 
 
@@ -68,12 +68,12 @@ class RunArgs:
 class EnvironmentArgs:
     num_envs: int = 16  # parallel environments N
     num_workers: int | None = None  # threads or processes that step them; default: the CPU cores
-    step_timeout: float = 300.0  # seconds after which a worker that has not finished its step counts as hung
-    on_worker_failure: Literal["raise", "restart"] = "raise"  # a lost worker ends the run, or is replaced
+    step_timeout: float = 300.0  # seconds after which a worker process that has not finished its step counts as hung
+    on_worker_failure: Literal["raise", "restart"] = "raise"  # a lost worker process ends the run, or is replaced
     reset_steps: int | None = None  # time limit of episodes in steps (a truncation); default: the task's own
     norm_obs: bool = True  # normalise observations by their running mean and standard deviation, clip to +-10
     norm_reward: bool = True  # divide rewards by the running deviation of the discounted return, clip to +-10
-    time_scaled_reward: bool = False  # divide each reward by its step's number in the episode (hides growing costs)
+    time_scaled_reward: bool = False  # divide each reward by its step's number in the episode (growing costs look flat)
 
 
 @dataclass
@@ -176,8 +176,8 @@ class Agent(nn.Module):
         self.critic = mlp([obs_dim, *args.hidden_sizes, 1], output_gain=1.0)  # --critic-learning-rate goes by this name
 
     def policy(self, obs: Tensor) -> Independent:
-        """(batch, obs_dim) -> a distribution of actions (batch, action_dim), with log-probabilities and entropies
-        (batch,): the components are independent, so theirs add up (details 23, 25). Entropies may be negative."""
+        """(batch, obs_dim) -> a distribution of actions (batch, action_dim), asked for sample(), mode, log_prob()
+        and entropy(), the last two (batch,): components are independent, so theirs add up (details 23, 25)."""
         mean = self.actor_mean(obs)
         components = Normal(mean, self.actor_log_std.exp().expand_as(mean), validate_args=False)
         return Independent(components, 1, validate_args=False)
@@ -307,7 +307,7 @@ def make_envs(args: Args, num_envs: int, statistics: Any = None, render_mode: st
     vec_env = ClipAction(vec_env)  # detail 27: only the environments see the clipped ones
     if statistics is None and args.norm_reward:  # details 30, 31; by the discount at the start
         vec_env = NormalizeReward(vec_env, args.gamma if args.gamma < 1 else 0.99)  # a sum without one grows for ever
-    training = args.norm_obs and statistics is None  # without --norm-obs they keep mean 0, variance 1, or --init-from's
+    training = args.norm_obs and statistics is None  # else they stay: mean 0, variance 1, or --init-from's
     return NormalizeObservation(vec_env, statistics, training, 10.0 if args.norm_obs else math.inf)  # details 28, 29
 
 
@@ -330,7 +330,7 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
 # ---- Training --------------------------------------------------------------------------------------------------------
 def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
     """Train, evaluate and save as `args` say; a signal in `signals`, which `main` fills, ends the run after its update.
-    Returns the run folder, step counts and evaluations' returns. Raises FloatingPointError, WorkerError."""
+    Returns the run folder and the state of `run` below. Raises what `main` catches."""
     args = replace(args, **tree_map(lambda x: x.item() if isinstance(x, np.generic) else x, asdict(args)))  # no NumPy
     torch.set_num_threads(1)  # minibatches this small gain nothing from more
     torch.manual_seed(args.seed)
@@ -417,13 +417,13 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             policy, values = agent(obs.flatten(0, 1))
             log_probs, values = policy.log_prob(actions.flatten(0, 1)).view_as(rewards), values.view_as(rewards)
             next_values = torch.cat([values[1:], agent.get_value(torch.as_tensor(next_obs, device=args.device))[None]])
-            if cuts:  # there, that row is of the reset state: V of the final observation takes its place
+            if cuts:  # there, values[t + 1] is of the reset state: V of the final observation replaces it
                 times, envs, final_obs = zip(*cuts, strict=True)
                 next_values[times, envs] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
         # --- advantages -----------------------------------------------------------------------------------------------
         gamma = 1 - (1 - args.gamma) / args.horizon_growth**progress
         if args.average_reward_rate is not None:  # differential values: r - average + V(s') - V(s), without gamma
-            share = args.average_reward_rate if run.average_reward else 1.0  # at first the mean itself
+            share = args.average_reward_rate if run.rollouts else 1.0  # at first the mean itself
             run.average_reward += share * (rewards.mean().item() - run.average_reward)
             rewards, gamma = rewards - run.average_reward, 1.0
             # A fall is no end here: V(s') after it is the reset state's, which is the next row's, and it counts.
@@ -451,7 +451,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         seconds = time.perf_counter() - started
         run.seconds += seconds
         # --- evaluate -------------------------------------------------------------------------------------------------
-        # Did this batch reach or pass a multiple of --eval-every? Then the remainder is below its size (0: never).
+        # After a batch that reached a multiple of --eval-every the remainder is below batch_size (0: only at the end).
         evaluating = run.global_step >= all_steps or run.global_step % (args.eval_every or math.inf) < args.batch_size
         eval_returns = eval_lengths = np.array([math.nan])
         if evaluating:
@@ -508,7 +508,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         print(f"\r\033[K\033[?7l{line}\033[?7h" if is_terminal else line, end="" if is_terminal else "\n", flush=True)
     for resource in (vec_env, writer, log):
         resource.close()
-    print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s, evaluation {run.mean_return:.2f}: {logdir}")
+    print(f"\n{run.global_step:,} steps in {run.seconds:.0f} s of training, evaluation {run.mean_return:.2f}: {logdir}")
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError):  # a bad best.json costs only this line
         runs = [(json.loads(path.read_text()), str(path.parent)) for path in logdir.parent.glob("*/best.json")]
         score, best_run = max((best["score"], folder) for best, folder in runs if best["problem"] == problem)
@@ -556,10 +556,10 @@ def load_policy(checkpoint: dict[str, Any], agent: Agent, statistics: RunningMea
 @dataclass
 class PlayArgs:
     logdir: str | None = None  # run folder; not needed if --checkpoint is the path of a file
-    checkpoint: str = "best"  # best, latest, or the path of a file: a name in --logdir, if that is given
+    checkpoint: str = "best"  # best, latest, or the path of a .pt file: a name in --logdir, if that is given
     env_id: str | None = None  # task to play; default: the checkpoint's, which you must name if it is module:Id
     episodes: int = 1  # episodes to play
-    seed: int = 0  # seed of the first episode; episode i gets seed + i
+    seed: int = 0  # seed of the first episode; each further one gets the next number
     stochastic: bool = False  # sample the actions instead of taking the policy's mode
     render: bool = False  # show the episodes in a window
     save_gif: bool = False  # write a GIF of each episode
@@ -598,7 +598,7 @@ def preset(*names: str, **flags: Any) -> Args:
 
 def parse_args(argv: list[str]) -> Args:
     """Arguments from the run to --resume, the presets of --configs from left to right, and flags: the last one wins."""
-    first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)  # for configs, resume, logdir
+    first, _ = tyro.cli(RunArgs, args=argv, add_help=False, return_unknown_args=True)
     values = load(Path(first.logdir, "latest.pt"))["args"] if first.resume and first.logdir else {}
     require(not (first.resume and first.init_from), "--init-from begins a new run: leave out --resume.")
     for name in first.configs:

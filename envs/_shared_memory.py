@@ -60,7 +60,7 @@ def copies_of_rows(tree: Any, num_rows: int) -> list[Any]:
     return list(tree) if isinstance(tree, np.ndarray) else [map_tree(tree, itemgetter(n)) for n in range(num_rows)]
 
 
-def write_tree(target: Any, value: Any, casting: Any = "unsafe") -> None:
+def write_tree(target: Any, value: Any) -> None:
     """Copy `value` into the arrays of `target`, which is nested in the same way.
 
     NumPy alone would silently broadcast many a wrong shape, and wrap integers beyond the target's type.
@@ -72,17 +72,17 @@ def write_tree(target: Any, value: Any, casting: Any = "unsafe") -> None:
         if array.dtype == target.dtype:
             target[...] = array
         elif array.dtype.kind not in "iu" or target.dtype.kind not in "iu":
-            np.copyto(target, array, casting)
+            np.copyto(target, array)  # float64 is rounded to float32; that 0.9 is not 0 is a TypeError
         else:
             target[...] = array
             if (differs := target != array).any():
                 raise TypeError(f"{array[differs][0]} does not fit {target.dtype}")
     elif isinstance(target, dict):
         for key, part in target.items():
-            write_tree(part, value[key], casting)
+            write_tree(part, value[key])
     else:
         for part, part_value in zip(target, value, strict=True):
-            write_tree(part, part_value, casting)
+            write_tree(part, part_value)
 
 
 # ---- the file -------------------------------------------------------------------------------------------------------

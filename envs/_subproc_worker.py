@@ -70,21 +70,22 @@ def poll(semaphore: Semaphore) -> bool:
 
 
 def end_with_parent() -> None:
-    """Make this process end when its parent does, whatever it is doing then.
+    """Make this process, and what its environments start, end when the parent does, whatever they are doing then.
 
-    The parent holds the other end of a pipe, and the kernel kills this process when that end closes, even while an
+    The parent holds the other end of a pipe. When that end closes, the kernel kills this process group, even while an
     environment holds the GIL in C code. The thread is for the case that a process forked by the parent has inherited
     that end and lives on.
     """
     parent: Any = parent_process()
-    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, os.getpid())
+    os.setpgid(0, 0)
+    fcntl.fcntl(parent.sentinel, fcntl.F_SETOWN, -os.getpid())
     fcntl.fcntl(parent.sentinel, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(parent.sentinel, fcntl.F_SETFL, fcntl.fcntl(parent.sentinel, fcntl.F_GETFL) | os.O_ASYNC)
     parent_fd = os.pidfd_open(parent.pid)
 
     def watch() -> None:
         connection.wait([parent_fd])
-        os._exit(1)
+        os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=watch, name="end-with-parent", daemon=True).start()
 
@@ -107,7 +108,7 @@ class EnvWorker:
         """Obey commands until the parent says close. This is where the new process begins."""
         # Ctrl-C, SIGTERM and the end of a terminal often reach the whole process group. What they mean is for the
         # parent to decide, which may want one more step and every environment's state for a checkpoint.
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that environments start would inherit
         end_with_parent()
         faulthandler.enable(2, all_threads=False)  # where a crash happened, on stderr
@@ -164,8 +165,7 @@ class EnvWorker:
                     results.append(env.step(actions[slot]))
             except BaseException as error:
                 self.errors.append(EnvError.of(error, self.env_indices[slot]))
-        if self.errors:
-            return
+                return  # the next environment may hang, and nobody would hear of this
         write_info, has_info = self.infos.write, self.has_info
         for slot, result in enumerate(results):
             env_index = self.env_indices[slot]
@@ -185,6 +185,7 @@ class EnvWorker:
                 write_tree(self.observations[slot], observation)
             except BaseException as error:
                 self.errors.append(EnvError.of(error, env_index))
+                return
 
     def begin_episode(self, slot: int, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
         self.needs_reset[slot] = False

@@ -76,11 +76,13 @@ class Worker:
         self.results: list[tuple[int, bytes]] = []  # (environment index, pickled result)
 
     def end(self) -> int | None:
-        """Kill the process if it still runs, and let go of it; return its exit code."""
+        """Kill the process and what its environments started if they still run; return its exit code."""
         process, self.process = self.process, None
         if process is None:
             return None
-        process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.kill()  # should it be too young to lead a group
         process.join(CLOSE_SECONDS)
         exit_code = process.exitcode
         self.pipe.close()

@@ -49,7 +49,7 @@ class EpisodeStatistics(VectorWrapper):
         self.returns, self.lengths = self.returns + rewards, self.lengths + 1  # new ones: the infos keep them
         self._check("reward", rewards)
         for n in np.flatnonzero(truncations & ~terminations & ("final_obs" in infos)):
-            self._check("final observation", infos["final_obs"][n][None], int(n))
+            self._check("final observation", infos["final_obs"][n], int(n))
         infos |= {"raw_reward": rewards, "episode_return": self.returns, "episode_length": self.lengths}
         ended = np.flatnonzero(terminations | truncations)
         lost = infos.setdefault("worker_restarted", np.zeros(self.num_envs, bool))
@@ -67,12 +67,16 @@ class EpisodeStatistics(VectorWrapper):
         self.returns, self.lengths = self.returns.copy(), self.lengths.copy()
         self.returns[envs], self.lengths[envs] = 0.0, 0
 
-    def _check(self, name: str, numbers: np.ndarray, first: int = 0) -> None:
-        """Raise FloatingPointError if a number of environments `first`, `first` + 1, ... is not finite."""
-        if numbers.dtype.kind == "f" and not np.isfinite(numbers).all():
-            for i in np.flatnonzero(~np.isfinite(numbers).reshape(len(numbers), -1).all(1)):
-                n, step = first + i, self.lengths[first + i]
-                raise FloatingPointError(f"The {name} of environment {n} is not finite in step {step} of its episode.")
+    def _check(self, name: str, numbers: Any, env: int | None = None) -> None:
+        """Raise FloatingPointError if a number is not finite: of all environments, or of the one with index `env`."""
+        if isinstance(numbers, dict | tuple):
+            for part in numbers.values() if isinstance(numbers, dict) else numbers:
+                self._check(name, part, env)
+        elif numbers.dtype.kind == "f" and not np.isfinite(numbers).all():
+            if env is None:  # then of the first whose row has one
+                env = int(np.isfinite(numbers).reshape(self.num_envs, -1).all(1).argmin())
+            step = self.lengths[env]
+            raise FloatingPointError(f"The {name} of environment {env} is not finite in step {step} of its episode.")
 
     def get_state(self) -> dict[str, Any]:
         try:

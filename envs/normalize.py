@@ -24,7 +24,7 @@ class RunningMeanStd:
     def __init__(self, shape: tuple[int, ...] = ()) -> None:
         self.mean = np.zeros(shape)
         self.var = np.ones(shape)
-        self.count = 1e-4  # a trace of a prior of mean 0 and variance 1, which the first batch outweighs
+        self.count = 1e-4  # the trace of a prior of mean 0 and variance 1, as in Gymnasium
 
     def update(self, batch: np.ndarray) -> None:
         """Absorb `batch` (batch_size, *shape)."""

@@ -74,6 +74,8 @@ class RecordGif(VectorWrapper):
         self.pictures, self.episode_return, self.length = [], 0.0, 0
 
     def close(self, **kwargs) -> None:
-        if self.pictures:  # of an episode that was left before its end
-            self.save()
-        super().close(**kwargs)
+        try:
+            if self.pictures:  # of an episode that was left before its end
+                self.save()
+        finally:
+            super().close(**kwargs)

@@ -6,7 +6,8 @@
 An environment can be saved if it, or a wrapper of it, has `get_state()` and `set_state(state)`, or if it is one of
 Gymnasium's `MujocoEnv`. Of the wrappers around that layer the attributes are saved: TimeLimit's counter of steps,
 random generators, stacked frames, whatever a user's own wrapper remembers (its settings too, for nothing tells them
-from the rest).
+from the rest). Not saved: spaces, with the generators that they sample from; functions and methods, whatever they
+hold; other environments.
 """
 
 from __future__ import annotations
@@ -202,16 +203,24 @@ def _mujoco_state(env: Any) -> dict[str, Any]:
 
     integration = np.empty(mujoco.mj_stateSize(env.model, mujoco.mjtState.mjSTATE_INTEGRATION))
     mujoco.mj_getState(env.model, env.data, integration, mujoco.mjtState.mjSTATE_INTEGRATION)
-    derived = {name: value.copy() for name, value in _arrays(env.data).items()}
-    state = {"integration": integration, "derived": derived, "rng": env.np_random.bit_generator.state}
-    if not type(env).__module__.startswith("gymnasium.envs.mujoco."):  # whose tasks keep all else in the simulation
-        state["attributes"] = _attributes(env, unsaved=("model", "data", "mujoco_renderer"))
-    return state
+    return {
+        "integration": integration,
+        "derived": {name: value.copy() for name, value in _arrays(env.data).items()},
+        # masses, frictions, gravity, ...: some tasks draw new ones at every reset
+        "model": {name: value.copy() for name, value in _arrays(env.model, "f").items()},
+        "options": {name: _to_plain(getattr(env.model.opt, name), name) for name in _public(env.model.opt)},
+        "rng": env.np_random.bit_generator.state,
+        "attributes": _attributes(env, unsaved=("model", "data", "mujoco_renderer", "_np_random")),
+    }
 
 
 def _set_mujoco_state(env: Any, state: dict[str, Any]) -> None:
     import mujoco
 
+    for name, value in _arrays(env.model, "f").items():
+        value[...] = state["model"][name]
+    for name, value in state["options"].items():
+        setattr(env.model.opt, name, value)
     mujoco.mj_setState(env.model, env.data, state["integration"], mujoco.mjtState.mjSTATE_INTEGRATION)
     # After mj_step the positions of bodies lag the coordinates by one sub-step, and rewards are computed from them;
     # mj_forward, which the arrays of contacts need for their size, lets them catch up. So they are put back.
@@ -221,10 +230,14 @@ def _set_mujoco_state(env: Any, state: dict[str, Any]) -> None:
         if saved is not None and value.shape == saved.shape:
             value[...] = saved
     env.np_random.bit_generator.state = state["rng"]
-    _set_attributes(env, state.get("attributes", {}))
+    _set_attributes(env, state["attributes"])
 
 
-def _arrays(data: Any) -> dict[str, np.ndarray]:
-    """The numerical arrays of a simulation by name, as live views."""
-    arrays = {name: getattr(data, name) for name in dir(data) if not name.startswith("_")}
-    return {name: a for name, a in arrays.items() if isinstance(a, np.ndarray) and a.dtype.kind in "fiu" and a.size}
+def _public(holder: Any) -> list[str]:
+    return [name for name in dir(holder) if not name.startswith("_")]
+
+
+def _arrays(holder: Any, kinds: str = "fiu") -> dict[str, np.ndarray]:
+    """The arrays of numbers of a simulation or its model by name, as live views."""
+    arrays = {name: getattr(holder, name) for name in _public(holder)}
+    return {name: a for name, a in arrays.items() if isinstance(a, np.ndarray) and a.dtype.kind in kinds and a.size}

@@ -143,7 +143,7 @@ class SubprocVecEnv(VectorEnv):
         if one_real_each and np.shape(actions) == (self.num_envs,):
             # Environments get what AsyncVectorEnv would hand them: each its number as it came.
             requests, actions = list(enumerate(actions)), np.reshape(actions, target.shape)
-        write_tree(target, actions, "same_kind")  # 0.9 is not action 0
+        write_tree(target, actions)
         self._begin("step", requests)
 
     def step_wait(self, timeout: float | None = None) -> StepReturn:

@@ -41,7 +41,7 @@ def vectorize(
     try:
         env = env_fn()
     except TypeError as error:
-        if "render_mode" not in str(error):
+        if "unexpected keyword argument 'render_mode'" not in str(error):
             raise
         raise gym.error.Error(f"This environment is not drawn, for its class takes no render_mode: {error}") from error
     env.close()  # before others like it are made: it may hold a port or a device

@@ -102,6 +102,11 @@ def test_the_kl_penalty_is_logged_and_holds_the_policy_back(tmp_path: Path) -> N
     assert sum(held["train/approx_kl"]) < 0.7 * sum(free["train/approx_kl"])
 
 
+def test_what_the_environment_tells_is_logged_also_where_episodes_end(tmp_path: Path) -> None:
+    _, progress = train(copy_with("info_metric", tmp_path), tmp_path / "run", log_std_init=9.0)  # all are clipped to 1
+    assert progress["rollout/reward_ctrl"] == pytest.approx([-2.0] * 4, rel=0.01)
+
+
 def test_an_optimiser_of_torch_resumes_exactly(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert_resumes(copy_with("torch_optim", tmp_path), tmp_path, monkeypatch)
     saved = torch.load(tmp_path / "broken" / "latest.pt", weights_only=True)["adam"]

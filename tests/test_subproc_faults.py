@@ -243,7 +243,7 @@ class DeepEnv(CountEnv):
 
 
 def test_what_environments_raise_is_reported_in_25_lines_the_cause_first_without_our_frames() -> None:
-    envs = SubprocVecEnv([CountEnv] + [DeepEnv] * 15, 2)
+    envs = SubprocVecEnv([CountEnv] + [DeepEnv] * 15, 16)
     envs.reset()
     envs.step_async([0] * 16)
     assert becomes_true(lambda: all(worker.done.get_value() > 0 for worker in envs._pool.workers), 20.0)
@@ -258,10 +258,10 @@ def test_what_environments_raise_is_reported_in_25_lines_the_cause_first_without
 
 
 @pytest.mark.parametrize("kind", ["sigkill", "hang"])
-@pytest.mark.parametrize("raises_first", [False, True])
-def test_an_exception_is_reported_even_if_another_worker_is_lost(kind: str, raises_first: bool) -> None:
+@pytest.mark.parametrize(("raises_first", "num_workers"), [(False, 2), (True, 2), (True, 1)])
+def test_an_exception_is_reported_even_if_a_worker_is_lost(kind: str, raises_first: bool, num_workers: int) -> None:
     env_fns = [partial(FaultyEnv, kind, "step"), partial(FaultyEnv, "exception", "step")]
-    envs = SubprocVecEnv(env_fns[:: -1 if raises_first else 1], 2)
+    envs = SubprocVecEnv(env_fns[:: -1 if raises_first else 1], num_workers)
     envs.reset()
     envs.step([0, 0])
     envs.step_async([0, 0])
@@ -282,6 +282,7 @@ def test_an_exception_is_reported_even_if_another_worker_is_lost(kind: str, rais
         (([1, 2], 0.0, False, False, {}), "expected an array of shape"),
         ((1, None, False, False, {}), "real number"),
         ((1, "much", False, False, {}), "much"),
+        ((0.9, 0.0, False, False, {}), "Cannot cast"),
     ],
 )
 def test_what_no_step_may_return_is_an_error_of_its_environment(result: Any, text: str) -> None:
@@ -448,9 +449,18 @@ def start_script(body: str, env: str = "CountEnv", context: str = "fork") -> tup
     return process, pids
 
 
+class ProgramEnv(CountEnv):
+    """Runs a program, as simulators in other languages do, and has no time to close it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.program = subprocess.Popen(["sleep", "60"])
+
+
 FORK = "child = os.fork()\nif child == 0:\n    os.close(1); os.close(2); time.sleep(60); os._exit(0)\n"
 SCRIPTS = {
     "idle": ("CountEnv", ""),
+    "with programs": ("ProgramEnv", ""),
     "busy": ("HANGS_IN_C", "envs.step_async([0] * 6)\n"),
     "with a child": ("CountEnv", FORK),  # which has inherited all that the parent held open, and lives on
 }
@@ -473,10 +483,10 @@ def test_no_worker_outlives_a_parent_that_is_killed(context: str, doing: str) ->
 def test_signals_to_the_group_are_the_parents_to_handle_and_a_script_that_forgets_to_close_ends() -> None:
     body = (
         "seen = []\n"
-        "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):\n"
+        "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):\n"
         "    signal.signal(number, lambda number, frame: seen.append(number))\n"
         "print('ready', flush=True)\n"
-        "for n in range(3):\n"
+        "for n in range(4):\n"
         "    while len(seen) == n:\n"
         "        envs.step([0] * 6)\n"
         "    print('seen', flush=True)\n"
@@ -485,9 +495,10 @@ def test_signals_to_the_group_are_the_parents_to_handle_and_a_script_that_forget
         "print('limits', *envs.get_attr('limit'), flush=True)\n"
     )
     process, pids = start_script(body)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
         assert process.stdout.readline() in ("ready\n", "seen\n")
-        os.killpg(process.pid, number)
+        for pid in [*pids, process.pid]:
+            os.kill(pid, number)
     output, errors = process.communicate(timeout=20)  # generous: the machine may be busy
     assert (output, errors, process.returncode) == ("seen\nlimits 3 3 3 3 3 3\n", "", 0)
     assert are_dead(pids)
