@@ -423,7 +423,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
         # --- advantages -----------------------------------------------------------------------------------------------
         gamma = 1 - (1 - args.gamma) / args.horizon_growth**progress
         if args.average_reward_rate is not None:  # differential values: r - average + V(s') - V(s), without gamma
-            share = args.average_reward_rate if run.rollouts else 1.0  # at first the mean itself
+            share = args.average_reward_rate if run.average_reward else 1.0  # of none yet: the mean itself
             run.average_reward += share * (rewards.mean().item() - run.average_reward)
             rewards, gamma = rewards - run.average_reward, 1.0
             # A fall is no end here: V(s') after it is the reset state's, which is the next row's, and it counts.

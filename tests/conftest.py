@@ -273,7 +273,7 @@ def spy(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[tuple[t
     original = getattr(module, name)
 
     def recorded(*args: Any, **kwargs: Any) -> Any:
-        copies = copied(args)
+        copies = copied((*args, *kwargs.values()))
         result = original(*args, **kwargs)
         calls.append((copies, copied(result)))
         return result

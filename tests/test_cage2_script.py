@@ -134,7 +134,8 @@ def test_memory_equals_a_plain_count_over_blues_own_history(cage2: ModuleType, a
 
 
 def test_without_memory_observations_and_rewards_are_those_of_the_game_with_these_settings(cage2: ModuleType) -> None:
-    defaults, different = {"red_agent": cage2.RED_MIXTURE, "version": "leaderboard"}, set()
+    mixture = {"b_line": 0.5, "meander": 0.45, "sleep": 0.05}
+    defaults, different = {"red_agent": mixture, "version": "leaderboard"}, set()
     for settings in ({}, {"green": True}, {"version": "head"}, {"wrapper": "cardiff"}, {"red_agent": "meander"},
                      {"max_steps": 7}):  # fmt: skip
         vec_env = cage2.make_envs(cage2.Args(memory=False, **settings), 50)
@@ -172,7 +173,7 @@ def test_memory_refuses_bits_that_a_wrapper_has_moved(cage2: ModuleType, monkeyp
         vec_env.close()
 
 
-def test_a_finite_horizon_terminates_and_shows_the_time(cage2: ModuleType) -> None:
+def test_a_finite_horizon_terminates_and_shows_the_time(cage2: ModuleType, tmp_path: Path) -> None:
     vec_env = cage2.make_envs(cage2.Args(max_steps=10, finite_horizon=True), 2)
     obs, _ = vec_env.reset(seed=0)
     assert obs.shape == (2, 187)
@@ -183,6 +184,8 @@ def test_a_finite_horizon_terminates_and_shows_the_time(cage2: ModuleType) -> No
         shown = infos["final_obs"][0] if step == 10 else obs[0]
         assert shown[-1] == np.float32(step / 10)
     assert obs[0, -1] == 0
+    cage2.train(tiny_args(cage2, tmp_path, max_steps=40, finite_horizon=True))
+    assert len({line.count(",") for line in (tmp_path / "progress.csv").read_text().splitlines()}) == 1
     games: Any = vectorize(lambda: gym.Wrapper(Cage2Env()), 2, 2, 60.0, "restart")
     lost = Memory(games, True, (), 100)
     lost.reset(seed=0)

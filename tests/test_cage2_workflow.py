@@ -153,8 +153,9 @@ def games(cage2: ModuleType, num_envs: int, seed: int = 0, **settings: Any) -> A
 
 
 def test_alignment_telescopes_to_lambda_times_the_last_compliance(cage2: ModuleType) -> None:
-    """30 times an episode's share of compliant fixes, -6 where none was judged; the last five, newest first."""
-    vec_env, rng = games(cage2, 16, workflow="any", red_agent="b_line", max_steps=12), np.random.default_rng(0)
+    """Here 7 times an episode's share of compliant fixes, -1.4 where none was judged; the last five, newest first."""
+    settings = {"workflow": "any", "red_agent": "b_line", "max_steps": 12, "alignment": 7.0}
+    vec_env, rng = games(cage2, 16, **settings), np.random.default_rng(0)
     episodes: list[np.ndarray] = []
     for _ in range(7):
         earned = np.zeros(16)
@@ -164,7 +165,7 @@ def test_alignment_telescopes_to_lambda_times_the_last_compliance(cage2: ModuleT
             earned += infos["alignment"]
         assert truncated.all()
         compliant, _, judged, _ = infos["fixes"].T
-        np.testing.assert_allclose(earned, np.where(judged, 30 * compliant / np.maximum(judged, 1), -6), atol=1e-9)
+        np.testing.assert_allclose(earned, np.where(judged, 7 * compliant / np.maximum(judged, 1), -1.4), atol=1e-9)
         episodes.append(infos["fixes"])
     np.testing.assert_array_equal(vec_env.recent, np.stack(episodes[:1:-1], axis=1))
     assert {0, 1} < set(np.array(episodes)[..., workflow.JUDGED].flat)
@@ -292,8 +293,9 @@ def test_operational_hosts_can_be_repaired_with_workflows_and_else_nothing_chang
 
 def test_alignment_is_learnt_not_reported(cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Against Sleep nothing is ever compromised: an episode of 20 steps earns -6, reported only as learnt from."""
-    calls = spy(monkeypatch, cage2, "compute_gae")
+    calls, judged = spy(monkeypatch, cage2, "compute_gae"), spy(monkeypatch, cage2, "fix_metrics")
     cage2.train(tiny_args(cage2, tmp_path / "run", workflow=USER_LAST, red_agent="sleep", reward_scale=0.5))
+    assert [len(arguments[0]) for arguments, _ in judged] == [4, 4, 4]  # the episodes that have ended in each rollout
     progress = {name: np.array(column) for name, column in columns(tmp_path / "run").items()}
     restores = -progress["rollout/episodic_return"]  # an episode
     assert (restores > 0).all()
@@ -442,17 +444,23 @@ def test_a_search_is_made_of_its_options_and_of_the_flags_of_training(
     trained, judged, chosen, loaded = (spy(monkeypatch, cage2, x) for x in ("train", "score", "next_order", "load"))
     values = {"n_start": 1, "judge_episodes": 3, "gp_scale": 0.5, "gp_beta": 9.0}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (values | {"n_workflows": 2}).items()]
-    flags += tiny_flags(cage2, tmp_path / "search", total_timesteps=100, num_minibatches=1, seed=7)
+    own = {"total_timesteps": 100, "num_minibatches": 1, "seed": 7, "max_steps": 40}
+    flags += [*tiny_flags(cage2, tmp_path / "search", **own), "--configs", "explore"]
     code, out, err = command_line(cage2, capsys)("search", *flags, "--shared-timesteps", "25600")
     assert (code, err) == (0, "")
     (shared, *_), *orders = [arguments for arguments, _ in trained]
     assert (shared.total_timesteps, shared.workflow, shared.red_agent) == (25_600, "any", "meander")
-    assert (shared.num_envs, shared.learning_rate) == (256, 3e-3)  # not those of each order's
-    own = [(args.learning_rate, args.total_timesteps, args.init_from) for args, *_ in orders]
-    assert own == [(2e-4, 100, str(tmp_path / "search" / "shared" / "latest.pt"))] * 2  # the rate: of the preset
+    assert (shared.num_envs, shared.learning_rate, shared.compliance_threshold) == (256, 3e-3, None)  # not of an order
+    start = str(tmp_path / "search" / "shared" / "latest.pt")
+    made_of = [(args.learning_rate, args.ent_coef, args.total_timesteps, args.init_from) for args, *_ in orders]
+    assert made_of == [(2e-4, 0.2, 100, start)] * 2  # the rate is of the preset search, over which lies the other one
     assert [arguments[3:] for arguments, _ in chosen] == [(0.5, 9.0, 1, 7)] * 2
+    history = json.loads((tmp_path / "search" / "history.json").read_text())["history"]
+    assert chosen[1][0][1:3] == ([history[0]["mean_return"]], [history[0]["standard_error"]])
+    assert [record["confirmed"] for record in history] == [result["compliant"] for _, result in trained[1:]]
     assert {path.name for (path,), _ in loaded} == {"latest.pt"}
-    assert [arguments[2] for arguments, _ in judged].count(3) == 2
+    last = [(args.workflow, seed) for (_, args, episodes, *seed), _ in judged if episodes == 3]
+    assert last == [(record["workflow"], [1_000_000]) for record in history]  # on episodes that have confirmed nothing
     returns = re.findall(r": return (\S+) ", out.partition("Orders by return")[2])
     assert returns == sorted(returns, key=float, reverse=True)
     trained.clear()

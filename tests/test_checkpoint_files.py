@@ -250,9 +250,11 @@ def test_files_of_no_text_cost_no_run(script: ModuleType, capsys: pytest.Capture
 
 
 def test_a_run_of_a_larger_machine_plays_here(script: ModuleType, tmp_path: Path) -> None:
-    """Its GPU and its threads may be missing."""
+    """Its GPU and its threads may be missing, and flags that it had."""
     logdir = script.train(tiny_args(script, tmp_path / "run"))["logdir"]
     state = torch.load(Path(logdir, "latest.pt"), weights_only=True)
-    state["args"] |= {"device": "cuda"} | ({"torch_threads": 4096} if "torch_threads" in state["args"] else {})
+    state["args"] |= {"device": "cuda", "of_another_day": 1} | (
+        {"torch_threads": 4096} if "torch_threads" in state["args"] else {}
+    )
     script.save(tmp_path / "run" / "latest.pt", state)
     assert script.play(script.PlayArgs(logdir=logdir, checkpoint="latest"))

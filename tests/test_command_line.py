@@ -86,6 +86,8 @@ def test_presets_layer_from_left_to_right_and_flags_win(script: ModuleType) -> N
         expected = script.PRESETS[layers[0]] | script.PRESETS[layers[1]] | {"num_envs": 2, "seed": 9}
         assert {key: getattr(args, key) for key in expected} == expected
         assert script.preset(*layers, num_envs=2, seed=9) == args
+    if "hopper" in script.PRESETS:  # made of others
+        assert [script.preset(name).env_id for name in ("hopper", "ant")] == ["Hopper-v5", "Ant-v5"]
 
 
 # ---- every flag -----------------------------------------------------------------------------------------------------
@@ -180,6 +182,8 @@ OWN = {
         "--red-agent blue": "--red-agent",
         "--hidden-sizes 0": "--hidden-sizes",
         "--env-id CAGE3-v0": "--env-id",
+        "search --n-workflows 121": "--n-workflows must be from 1 to 120",
+        "search --judge-episodes 1": "--judge-episodes must be from 2",
     },
     "ppo_atari_mario": {
         f"--torch-threads {2 * (os.cpu_count() or 1)}": "--torch-threads must be from 1 to",

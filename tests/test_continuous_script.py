@@ -14,6 +14,7 @@ import os
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -111,6 +112,7 @@ def test_the_best_average_is_kept(run_tiny: Run) -> None:
     progress = columns(run_tiny(num_envs=2, num_steps=32, reset_steps=128, total_timesteps=64 * 9)["logdir"])
     averages = np.nan_to_num(progress["rollout/LTA_return"], nan=-np.inf)
     assert progress["train/best_LTA"] == list(np.maximum.accumulate(averages))
+    np.testing.assert_array_equal(np.isnan(progress["rollout/episodic_return"]), np.isinf(averages))  # none is repeated
 
 
 def test_the_critics_learning_rate(continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -192,8 +194,10 @@ def test_best_is_of_the_best_evaluation(run_tiny: Run, tmp_path: Path, capsys: p
 
 
 def test_without_a_time_limit_a_lost_episode_gets_its_1000_steps_too(continuous: ModuleType, tmp_path: Path) -> None:
-    args = tiny_args(continuous, tmp_path, reset_steps=None, num_workers=2, on_worker_failure="restart")
-    vec_env, processes = continuous.make_envs(args, 2), []
+    values = {"num_workers": 3, "step_timeout": 70.0, "on_worker_failure": "restart"}
+    args = tiny_args(continuous, tmp_path, reset_steps=None, **values)
+    vec_env, processes = continuous.make_envs(args, 4), []
+    assert (vec_env.unwrapped.num_workers, vec_env.unwrapped._pool.step_timeout) == (3, 70.0)
 
     def step(actions: np.ndarray, step: Any = vec_env.step) -> Any:
         processes.append(vec_env.unwrapped._pool.workers[0].process)
@@ -202,7 +206,7 @@ def test_without_a_time_limit_a_lost_episode_gets_its_1000_steps_too(continuous:
         return step(actions)
 
     vec_env.step = step
-    assert continuous.evaluate(continuous.Agent(vec_env, args), vec_env)[1].tolist() == [1000, 1000]
+    assert continuous.evaluate(continuous.Agent(vec_env, args), vec_env)[1].tolist() == [1000] * 4
     assert processes[0] != processes[-1]
 
 
@@ -212,6 +216,7 @@ def test_tracking_is_given_the_project_and_the_runs_name(run_tiny: Run, monkeypa
     logdir = run_tiny(track="robots")["logdir"]
     assert (given[0]["project"], given[0]["id"], given[0]["sync_tensorboard"]) == ("robots", Path(logdir).name, True)
     assert given[0]["reinit"] == "finish_previous"  # the next run of a sweep is one of its own
+    assert (given[0]["resume"], given[0]["config"]["track"]) == ("allow", "robots")
 
 
 def test_a_run_starts_from_the_policy_that_it_is_given(continuous: ModuleType, run_tiny: Run, tmp_path: Path) -> None:
@@ -267,7 +272,7 @@ def test_play_prints_each_episode_and_their_mean(finished: Path, run_main: Main)
     code, out, _ = run_main(*argv)
     assert code == 0
     returns = [float(x) for x in re.findall(r"^episode \d: return (\S+), \d+ steps$", out, re.MULTILINE)]
-    assert f"mean return {np.mean(returns):.2f}" in out.splitlines()[-1]
+    assert f"mean return {np.mean(returns):.2f}, standard deviation {np.std(returns):.2f}" == out.splitlines()[-1]
     assert returns == lengths_from(0, 3)
     assert run_main(*argv)[1] == out == run_main(*argv[:1], *argv[3:], "--checkpoint", str(finished / "best.pt"))[1]
     assert run_main(*argv, "--checkpoint", "latest", "--stochastic")[0] == 0
@@ -278,7 +283,9 @@ def test_play_plays_the_policy_and_the_statistics_of_the_checkpoint(continuous: 
     logdir = run_tiny(env_id="Hopper-v5", reset_steps=40, learning_rate=0.01)["logdir"]
     play = {"logdir": logdir, "checkpoint": "latest", "episodes": 2, "seed": 10_000}
     returns = continuous.play(continuous.PlayArgs(**play))
-    assert np.mean(returns) == pytest.approx(columns(logdir)["eval/mean_return"][-1], rel=1e-5)
+    progress = columns(logdir)
+    assert np.mean(returns) == pytest.approx(progress["eval/mean_return"][-1], rel=1e-5)
+    assert np.std(returns) == pytest.approx(progress["eval/std_return"][-1], rel=1e-3)
     sampled, again = (continuous.play(continuous.PlayArgs(**play, stochastic=True)) for _ in range(2))
     assert sampled == again != returns
     play |= {"episodes": 1, "seed": 10_001}
@@ -325,16 +332,21 @@ def test_a_robot_can_be_filmed(continuous: ModuleType, run_tiny: Run, tmp_path: 
 
 
 def test_a_terminal_shows_one_live_line(run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Here with a clock that moves on by 30 s when it is read, twice an update."""
     terminal = io.StringIO()
+    monkeypatch.setattr(time, "perf_counter", itertools.count(0, 30).__next__)
     terminal.isatty = lambda: True  # type: ignore[method-assign]
     monkeypatch.setattr(sys, "stdout", terminal)
-    run_tiny()
+    result = run_tiny()
+    progress = columns(result["logdir"])
+    assert (result["seconds"], progress["time/sps"]) == (90, pytest.approx([64 / 30] * 3))
     live = terminal.getvalue().replace("\033[?7h", "").split("\r\033[K\033[?7l")[1:]  # cut off, not wrapped
     assert [text.partition(" steps, ")[0] for text in live] == ["64", "128", "192"]
     assert "\n" not in live[0] + live[1]
     assert live[2].count("\n") == 3  # the last one, the summary, and the best of all runs
     assert live[0].endswith("KL 0.0000")  # no estimate from the update that warms up
-    assert re.search(r"return -\d+\.\d\d, evaluation nan, KL \S+, \d+\.\d min left$", live[1])
+    assert re.search(r"return -\d+\.\d\d, evaluation nan, KL \S+, 0\.5 min left$", live[1])
+    assert f"KL {progress['train/approx_kl'][1]:.4f}, " in live[1]
 
 
 NOT_FINITE = {  # environment 2 has seed 3, which is poisoned in its 20th step: in the second update
@@ -344,9 +356,13 @@ NOT_FINITE = {  # environment 2 has seed 3, which is poisoned in its 20th step: 
 
 
 @pytest.mark.parametrize("text", NOT_FINITE)
-def test_a_number_that_is_not_finite_changes_no_checkpoint(run_tiny: Run, tmp_path: Path, text: str) -> None:
-    with pytest.raises(FloatingPointError, match=text):
-        run_tiny(logdir=tmp_path / "run", save_every=64, total_timesteps=640, **NOT_FINITE[text])
+def test_a_number_that_is_not_finite_changes_no_checkpoint(
+    continuous: ModuleType, run_main: Main, tmp_path: Path, text: str
+) -> None:
+    values = {"save_every": 64, "total_timesteps": 640} | NOT_FINITE[text]
+    code, _, err = run_main(*tiny_flags(continuous, tmp_path / "run", **values))
+    assert (code, err.count("\n")) == (1, 1)
+    assert re.match(f"error: .*{text}", err)
     latest = tmp_path / "run" / "latest.pt"
     assert latest.exists() or "gradient" in text
     assert not latest.exists() or all(torch.isfinite(x).all() for x in weights(latest.parent).values())
@@ -365,11 +381,11 @@ def test_a_lost_worker_ends_the_run_with_the_command_that_resumes_it_or_is_repla
 
     monkeypatch.setattr(known_values.KnownValuesEnv, "step", deadly)
     values = KNOWN | {"total_timesteps": 320, "save_every": 1, "num_workers": 2}
-    code, _, err = run_main(*tiny_flags(continuous, tmp_path / "a", **values))
+    code, _, err = run_main("train", *tiny_flags(continuous, tmp_path / "a", **values))
     assert code == 1
     assert "SIGKILL" in err
     assert "Traceback" not in err
-    assert err.splitlines()[-1].endswith(f"--resume --logdir {tmp_path / 'a'}")
+    assert err.splitlines()[-1].endswith(f"--env-id KnownValues-v0 --resume --logdir {tmp_path / 'a'}")
     died.unlink()
     code, _, err = run_main(*tiny_flags(continuous, tmp_path / "b", **values, on_worker_failure="restart"))
     assert (code, died.exists()) == (0, True), err

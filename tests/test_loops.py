@@ -7,6 +7,7 @@ import copy
 import itertools
 import json
 import re
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
@@ -246,7 +247,9 @@ def test_best_is_of_deterministic_actions(script: ModuleType, tmp_path: Path, mo
     logdir = Path(tiny_runner(script, tmp_path)(eval_every=batch)["logdir"])
     best, latest = (torch.load(logdir / f"{which}.pt", weights_only=True)["run"] for which in ("best", "latest"))
     assert (best["global_step"], latest["global_step"]) == (2 * batch, 3 * batch)
-    assert json.loads((logdir / "best.json").read_text())["score"] == 3.0
+    args = tiny_args(script, tmp_path)
+    problem = getattr(args, "game", f"{args.env_id} {getattr(args, 'reset_steps', None)}")
+    assert json.loads((logdir / "best.json").read_text()) == {"problem": problem, "score": 3.0}
 
 
 def test_a_run_begins_with_the_weights_that_it_is_given(script: ModuleType, tmp_path: Path) -> None:
@@ -274,6 +277,7 @@ def test_a_run_leaves_the_files_it_promises(
     assert list(logdir.glob("events.out.tfevents.*"))
     config = json.loads((logdir / "config.json").read_text())
     assert (config["args"]["seed"], config["versions"]["torch"]) == (3, torch.__version__)
+    assert config["command"] == sys.argv
     progress = columns(logdir)
     for column, values in progress.items():
         assert np.isfinite(values).all(), column
@@ -298,14 +302,18 @@ def test_a_run_leaves_the_files_it_promises(
     assert "compiles" not in printed  # only a run that does says so
 
 
-def test_what_is_logged_of_the_critic_is_of_these_values_and_targets(watched: Watched) -> None:
-    progress = columns(watched.args.logdir)
+def test_what_is_logged_is_of_these_steps_values_and_targets(watched: Watched) -> None:
+    progress, calls = columns(watched.args.logdir), len(watched.updates) // 2
     for update, (given, (_, returns)) in enumerate(watched.gae):
         values = given[1]
         explained = 1 - (returns - values).var(correction=0) / returns.var(correction=0)
         assert progress["train/explained_variance"][update] == pytest.approx(float(explained), rel=1e-3, abs=1e-4)
         error = float((values - returns).abs().mean())
         assert progress["train/value_abs_error"][update] == pytest.approx(error, rel=1e-4)
+        results = [result for _, result in watched.updates[update * calls : (update + 1) * calls]]
+        for name in results[0]:
+            mean = float(torch.cat([result[name] for result in results]).mean())
+            assert progress[f"train/{name}"][update] == pytest.approx(mean, rel=1e-4, abs=1e-6), name
 
 
 PAGES = {"ppo_continuous_mujoco": "mujoco", "ppo_cage2_parallel": "cage2", "ppo_atari_mario": "mario"}
@@ -330,12 +338,14 @@ def test_equal_seeds_give_equal_runs_and_different_ones_do_not(script: ModuleTyp
 def test_how_often_is_evaluated_and_saved(script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = tiny_args(script, tmp_path).batch_size
     saved, made = spy(monkeypatch, script, "save"), spy(monkeypatch, script, "make_envs")
-    for save_every, expected in ((batch, 4), (2 * batch, 3), (0, 2)):  # 0: after the first update, and at the end
+    # at what it passes, and after the first update and at the end
+    for save_every, expected in ((batch, 4), (2 * batch, 3), (3 * batch // 2, 4), (0, 2)):
         saved.clear()
         values = {"total_timesteps": 4 * batch, "save_every": save_every, "eval_every": 0, "eval_episodes": 7}
         script.train(tiny_args(script, tmp_path / str(save_every), **values))
         assert [path.name for (path, _), _ in saved].count("latest.pt") == expected
     assert {arguments[1] for arguments, _ in made} == {tiny_args(script, tmp_path).num_envs, 7}
+    assert all(vec_env.unwrapped.closed for _, vec_env in made)
 
 
 @can_compile

@@ -128,11 +128,13 @@ def test_every_flag_of_the_games_reaches_them(mario: ModuleType) -> None:
 )
 def test_shapes_of_the_convolutions(mario: ModuleType, channels: int, side: int, sizes: Any, flat: int) -> None:
     agent = make_agent(mario, (channels, side, side))
-    seen: list[tuple[int, ...]] = []
+    seen: list[tuple[float, ...]] = []
     layers = [m for m in agent.actor_cnn.modules() if isinstance(m, torch.nn.Conv2d | torch.nn.Linear)]
     for layer in layers:
         layer.register_forward_hook(lambda module, inputs, output: seen.append(tuple(output.shape[1:])))
-    agent.get_value(torch.zeros(2, channels, side, side))
+    agent.actor_cnn.register_forward_pre_hook(lambda module, inputs: seen.append((float(inputs[0].max()),)))
+    agent.get_value(torch.full((2, channels, side, side), 255, dtype=torch.uint8))
+    assert seen.pop(0) == (1.0,)  # bytes become shares
     assert (seen, layers[-1].in_features) == ([*sizes, (512,)], flat)
     assert [layer.padding for layer in layers[:3]] == [(0, 0)] * 3
 
@@ -177,14 +179,18 @@ def test_a_run_leaves_its_record(mario: ModuleType, run: Path) -> None:
 
 
 @pytest.mark.parametrize(("success", "expected"), [(math.nan, 4), (0.8, 4), (0.9, 2)])
-def test_minibatches_grow_above_80_percent(mario: ModuleType, tmp_path: Path, success: float, expected: int) -> None:
-    args = tiny_args(mario, tmp_path, total_timesteps=16)  # 4 minibatches, and no episode ends
+def test_minibatches_grow_above_80_percent(
+    mario: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, success: float, expected: int
+) -> None:
+    args = tiny_args(mario, tmp_path, total_timesteps=16, reset_steps=60)  # 4 minibatches, and no episode ends
     mario.train(args)
     state = mario.load(tmp_path / "latest.pt")
     state["run"]["training_success"] = success
     mario.save(tmp_path / "latest.pt", state)
-    mario.train(replace(args, resume=True, total_timesteps=32))
-    assert columns(tmp_path)["counters/minibatch_updates"] == [4, 4 + expected]
+    calls = spy(monkeypatch, mario, "take_steps")
+    mario.train(replace(args, resume=True, total_timesteps=48))
+    assert columns(tmp_path)["counters/minibatch_updates"] == [4, 4 + expected, 4 + 2 * expected]
+    assert {len(minibatch.obs) for minibatch in minibatches_of(calls)} == {32 // expected}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -221,12 +227,13 @@ def test_a_flag_is_success_in_training_evaluation_and_play(
     assert len(re.findall(r"episode \d: return \S+, 1 steps, flag reached", capsys.readouterr().out)) == 2
 
 
-def test_the_policy_of_another_emulator_is_refused(mario: ModuleType, run: Path, tmp_path: Path) -> None:
+def test_the_policy_of_another_emulator_or_network_is_refused(mario: ModuleType, run: Path, tmp_path: Path) -> None:
     start = run / "latest.pt"
     (other,) = {"nes_py", "fceumm"} - {mario.load(start)["args"]["backend"]}
     require(other)
-    with pytest.raises(mario.UsageError, match="needs its own flags"):
-        mario.train(tiny_args(mario, tmp_path / "other", backend=other, init_from=str(start)))
+    for values in ({"backend": other}, {"shared_cnn": False}):
+        with pytest.raises(mario.UsageError, match="needs its own flags"):
+            mario.train(tiny_args(mario, tmp_path / "other", init_from=str(start), **values))
 
 
 def test_a_lost_episode_is_not_counted(mario: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,9 +309,10 @@ def test_the_flag_counts_as_success(mario: ModuleType, backend: str, tmp_path: P
 def test_an_ended_episode_earns_nothing_more(mario: ModuleType, tmp_path: Path) -> None:
     """The first runs into the first enemy, the second waits until the limit."""
     still = STILL | {"reset_steps": 60}
-    returns, lengths, _ = play_out(mario, Scripted([[RUN, NOOP]] * 60), tmp_path, 2, **still)
-    assert lengths[0] < 60 == lengths[1]
-    assert returns[0] == play_out(mario, Scripted([RUN] * 60), tmp_path, 1, **still)[0][0]
+    together = play_out(mario, Scripted([[RUN, NOOP]] * 60), tmp_path, 2, **still)
+    assert together[1][0] < 60 == together[1][1]
+    alone = play_out(mario, Scripted([RUN] * 60), tmp_path, 1, **still)
+    assert [x[0] for x in together] == [x[0] for x in alone]  # return, length, infos
 
 
 def test_play_films_the_stage(mario: ModuleType, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
