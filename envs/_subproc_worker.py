@@ -22,6 +22,7 @@ from multiprocessing import connection, parent_process
 from multiprocessing.synchronize import Semaphore
 from typing import Any
 
+import numpy as np
 from gymnasium import Env
 from gymnasium.vector import AutoresetMode
 
@@ -111,6 +112,8 @@ class EnvWorker:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that environments start would inherit
         end_with_parent()
+        # Old environments draw from this generator, which a fork copies: else all workers would draw the same numbers.
+        np.random.seed((np.random.randint(2**32, dtype=np.uint64) + self.index) % 2**32)
         faulthandler.enable(2, all_threads=False)  # where a crash happened, on stderr
         self.shared = SharedBatch(*self.memory)
         self.control = self.shared.control[self.index].data

@@ -1,4 +1,5 @@
-"""benchmarks/: fair rounds, pages, curves, seeds and their statistics; numbers by hand. With -m slow every --quick."""
+"""benchmarks/: fair rounds, pages, curves, seeds and their statistics; numbers by hand. With -m slow every --quick.
+Each checkpoint of zoo/ plays as its row says it does."""
 
 from __future__ import annotations
 
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks import cage2_workflows, common, curves, learning, loop, scaling, speed, stepping
+from benchmarks import cage2_workflows, common, curves, learning, loop, scaling, speed, stepping, zoo
 from envs.cage2.workflow import parse_workflow
+from envs.mario import available_backends
 from tests.conftest import ROOT, load_script, python
 
 BENCHMARKS = re.findall(r"^BENCHMARKS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
+CHECKPOINTS = sorted(ROOT.glob("zoo/*.pt"))
 
 
 # ---- common ---------------------------------------------------------------------------------------------------------
@@ -293,25 +296,50 @@ def test_settings_are_named_by_their_task_or_their_line_and_have_folders_of_thei
     assert len(learning.slug(f"{long} 1")) <= 120
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("name", BENCHMARKS)
-def test_the_quick_form_of_every_benchmark(name: str) -> None:
-    pytest.importorskip("stable_baselines3", reason="the peers are the extra `bench`: make bench installs them")
-    run_quick(name)
+SLOW = (pytest.mark.slow, pytest.mark.timeout(1800))
 
 
-def test_the_quick_form_of_one() -> None:
-    run_quick("stepping", "cage2")
-
-
-def run_quick(name: str, *words: str) -> None:
+@pytest.mark.parametrize("words", ["stepping cage2", *(pytest.param(name, marks=SLOW) for name in BENCHMARKS)])
+def test_the_quick_form_of_every_benchmark(words: str) -> None:
     """It ends, prints a table, and writes pages and their JSON."""
+    if words in BENCHMARKS:
+        pytest.importorskip("stable_baselines3", reason="the peers are the extra `bench`: make bench installs them")
     started = time.time()
-    command = [sys.executable, "-m", f"benchmarks.{name}", *words, "--quick"]  # longer than two minutes
+    command = [sys.executable, "-m", *f"benchmarks.{words} --quick".split()]  # longer than two minutes
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     assert "| --- |" in done.stdout
     written = [page for page in common.QUICK_RESULTS.rglob("*.md") if page.stat().st_mtime >= started]
     assert written
     assert all(json.loads(page.with_suffix(".json").read_text()) for page in written)
+
+
+# ---- zoo ------------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("path", CHECKPOINTS, ids=lambda path: path.stem)
+def test_a_checkpoint_plays_as_its_row_says(path: Path) -> None:
+    """And it holds only what `play` needs."""
+    row = json.loads(path.with_suffix(".json").read_text())
+    assert load_script(ROOT / f"{row['script']}.py").load(path).keys() <= {"format", "args", "agent", "statistics"}
+    if row["script"] == "ppo_atari_mario" and "fceumm" not in available_backends():
+        pytest.skip("it has learnt on FCEUmm: make fceumm")
+    ten = zoo.score(path, row["script"], 10)["mean_return"]  # of the 100 in the row: no others, so the bound is narrow
+    assert abs(ten - row["mean_return"]) < 1.5 * row["std_return"] + 1
+
+
+def test_the_table_has_a_row_for_each_and_all_are_small() -> None:
+    page = (ROOT / "zoo" / "README.md").read_text()
+    assert CHECKPOINTS
+    assert all(f"`{path.name}`" in page for path in CHECKPOINTS)
+    assert sum(path.stat().st_size for path in CHECKPOINTS) < 40e6
+
+
+@pytest.mark.skipif("fceumm" not in available_backends(), reason="they have learnt on FCEUmm: make fceumm")
+def test_the_table_of_stages_marks_what_a_net_was_trained_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "QUICK_RESULTS", tmp_path)
+    zoo.write_stages([ROOT / "zoo" / "Mario-1-1.pt"], ("1-1", "8-1"), episodes=5)
+    page = (tmp_path / "mario_stages.md").read_text()
+    flags = json.loads((tmp_path / "mario_stages.json").read_text())["flags"]["Mario-1-1"]
+    assert flags["1-1"] >= 2  # it has learnt this stage, and of the other one nothing
+    assert flags["8-1"] == 0
+    assert f"| 1-1 | Mario-1-1 **{flags['1-1']}** | none |" in page
+    assert "| 8-1 | none | none |" in page

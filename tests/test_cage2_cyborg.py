@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -105,10 +106,8 @@ def test_it_is_a_gymnasium_environment_that_builds_scenario2_with_the_right_agen
     CybORGEnv("meander", green=True)
     CybORGEnv("sleep")
     scenario = str(Path("/opt/cage/CybORG/Shared/Scenarios/Scenario2.yaml"))
-    assert scenarios_built == [
-        (scenario, "sim", {"Red": "RedMeanderAgent", "Green": "GreenAgent"}),
-        (scenario, "sim", {"Red": "SleepAgent"}),
-    ]
+    agents: list[dict[str, str]] = [{"Red": "RedMeanderAgent", "Green": "GreenAgent"}, {"Red": "SleepAgent"}]
+    assert scenarios_built == [(scenario, "sim", sides) for sides in agents]
 
 
 def test_observations_rewards_and_true_state_pass_through_and_episodes_are_truncated() -> None:
@@ -169,8 +168,7 @@ def test_bad_settings_get_one_clear_sentence() -> None:
 
 
 def test_many_run_in_processes_and_restart_in_the_same_step() -> None:
-    envs = make_cyborg_vec_env(4, num_workers=2, red_agent="b_line", max_steps=5, context="fork")
-    try:
+    with closing(make_cyborg_vec_env(4, num_workers=2, red_agent="b_line", max_steps=5, context="fork")) as envs:
         obs, _ = envs.reset(seed=3)
         assert obs.shape == (4, 52)
         for step in range(10):
@@ -179,5 +177,3 @@ def test_many_run_in_processes_and_restart_in_the_same_step() -> None:
             assert not terminations.any()
             assert ("final_obs" in infos) == (step % 5 == 4)
         assert (obs.any(), infos["final_obs"][0].any()) == (False, True)
-    finally:
-        envs.close()

@@ -445,7 +445,7 @@ def test_a_search_is_made_of_its_options_and_of_the_flags_of_training(
     values = {"n_start": 1, "judge_episodes": 3, "gp_scale": 0.5, "gp_beta": 9.0}
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in (values | {"n_workflows": 2}).items()]
     own = {"total_timesteps": 100, "num_minibatches": 1, "seed": 7, "max_steps": 40}
-    flags += [*tiny_flags(cage2, tmp_path / "search", **own), "--configs", "explore"]
+    flags += [*tiny_flags(cage2, tmp_path / "search", **own), "--configs", "workflow25"]
     code, out, err = command_line(cage2, capsys)("search", *flags, "--shared-timesteps", "25600")
     assert (code, err) == (0, "")
     (shared, *_), *orders = [arguments for arguments, _ in trained]
@@ -453,7 +453,7 @@ def test_a_search_is_made_of_its_options_and_of_the_flags_of_training(
     assert (shared.num_envs, shared.learning_rate, shared.compliance_threshold) == (256, 3e-3, None)  # not of an order
     start = str(tmp_path / "search" / "shared" / "latest.pt")
     made_of = [(args.learning_rate, args.ent_coef, args.total_timesteps, args.init_from) for args, *_ in orders]
-    assert made_of == [(2e-4, 0.2, 100, start)] * 2  # the rate is of the preset search, over which lies the other one
+    assert made_of == [(2e-3, 0.01, 100, start)] * 2  # of that preset, which lies over the preset search
     assert [arguments[3:] for arguments, _ in chosen] == [(0.5, 9.0, 1, 7)] * 2
     history = json.loads((tmp_path / "search" / "history.json").read_text())["history"]
     assert chosen[1][0][1:3] == ([history[0]["mean_return"]], [history[0]["standard_error"]])

@@ -82,14 +82,11 @@ def flags_of(path: Path) -> set[str]:
 PROGRAMS_OF_OURS = [*(ROOT / name for name in SCRIPTS), *DOCS.glob("*.py"), *(ROOT / "benchmarks").glob("*.py")]
 # kind of name: how a page cites it, where it can be defined, and what is defined elsewhere
 NAMES: dict[str, tuple[str, Any, list[Path], set[str]]] = {
-    "function": (
-        r"`([A-Za-z_][\w.]*)\(\)`", definitions, [*PROGRAMS_OF_OURS, *(ROOT / "envs").rglob("*.py")], set()
-    ),
+    "function": (r"`([A-Za-z_][\w.]*)\(\)`", definitions, [*PROGRAMS_OF_OURS, *(ROOT / "envs").rglob("*.py")], set()),
     "test": (r"`(test_\w+)`", definitions, [*(ROOT / "tests").glob("*.py")], set()),
-    "flag": (
-        r"(?<![\w-])(--[a-z][a-z0-9-]+)", flags_of, [*PROGRAMS_OF_OURS, TORCHRUN], {"--script", "--no-deps"}
-    ),  # pytest's, pip's
-}  # fmt: skip
+    # defined elsewhere: pytest's and pip's
+    "flag": (r"(?<![\w-])(--[a-z][a-z0-9-]+)", flags_of, [*PROGRAMS_OF_OURS, TORCHRUN], {"--script", "--no-deps"}),
+}
 
 
 @pages
@@ -147,16 +144,12 @@ def tagged_details(path: Path) -> set[tuple[int, str]]:
     """(detail number, innermost function or class) of every "detail N" of a script."""
     lines = path.read_text().splitlines()
     owner = [""] * (len(lines) + 1)
-
-    def visit(node: ast.AST, prefix: str = "") -> None:
+    for node in ast.walk(ast.parse(path.read_text())):  # the outer ones first
         for child in ast.iter_child_nodes(node):
             if isinstance(child, ast.FunctionDef | ast.ClassDef):
                 first = min([child.lineno, *(d.lineno for d in child.decorator_list)])
                 for number in range(first, (child.end_lineno or first) + 1):
-                    owner[number] = prefix + child.name
-            visit(child, f"{child.name}." if isinstance(child, ast.ClassDef) else "")
-
-    visit(ast.parse(path.read_text()))
+                    owner[number] = f"{node.name}.{child.name}" if isinstance(node, ast.ClassDef) else child.name
     return {(int(detail), owner[number])
             for number, line in enumerate(lines, 1)
             for details in re.findall(r"\bdetails? (\d+(?:(?:, | and )\d+)*)", line)
@@ -271,17 +264,16 @@ def test_every_benchmark_is_listed_and_make_bench_runs_those_with_a_quick_form()
 FIGURES = [figure.__name__ for figure in figures.FIGURES]
 
 
-def pages_of(figure: str) -> list[str]:
-    """The texts that show a figure."""
-    texts = (text_of(page) for page in PAGES)
-    return [text for text in texts if re.search(rf"\((?:docs/)?figures/{figure}\.(?:png|gif)\)", text)]
+def figures_of(page: Path) -> set[str]:
+    """The figures that a page shows."""
+    return set(re.findall(r"\((?:docs/)?figures/(\w+)\.(?:png|gif)\)", text_of(page)))
 
 
 @pytest.mark.parametrize("figure", FIGURES)
 def test_every_figure_is_shown_with_its_command_and_its_numbers(figure: str) -> None:
     (path,) = (DOCS / "figures").glob(f"{figure}.*")
     assert path.stat().st_size < {".png": 120, ".gif": 600}[path.suffix] * 1024
-    (text,) = pages_of(figure)
+    (text,) = (text_of(page) for page in PAGES if figure in figures_of(page))
     assert f"python -m docs.figures {figure}" in text
     for name, number in NUMBERS[figure].items():
         assert number in text, (name, number)
@@ -291,8 +283,7 @@ def test_every_picture_has_a_command() -> None:
     names = set(FIGURES)
     assert {path.stem for path in (DOCS / "figures").iterdir() if path.suffix != ".json"} == names
     for page in PAGES:
-        shown = set(re.findall(r"\((?:docs/)?figures/(\w+)\.(?:png|gif)\)", text_of(page)))
-        assert shown <= names, (page.name, shown - names)
+        assert figures_of(page) <= names, (page.name, figures_of(page) - names)
 
 
 def assert_summarised(values: list[float], text: str) -> None:

@@ -32,10 +32,7 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
         "the recursion runs across episodes": ("terminations.logical_or(truncations)", "torch.zeros_like(values)"),
     },
     "test_ppo_math::test_gae_of_three_steps_worked_by_hand[a truncation]": {
-        "a time limit is not bootstrapped": (
-            "terminations.logical_not() - values",
-            "terminations.logical_or(truncations).logical_not() - values",
-        ),
+        "a time limit is not bootstrapped": ("logical_not() -", "logical_or(truncations).logical_not() -"),
         "the recursion runs across time limits": ("terminations.logical_or(truncations)", "terminations"),
     },
     "test_ppo_math::test_gae_of_three_steps_worked_by_hand[no end]": {
@@ -106,10 +103,7 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
         "small gradients are scaled up": ('/ metrics["grad_norm"]).clamp(max=1.0)', '/ metrics["grad_norm"])'),
     },
     "test_ppo_math::test_values_log_probs_and_entropies_are_one_number": {
-        "each action dimension has a log-probability of its own": (
-            "Independent(components, 1,",
-            "Independent(components, 0,",
-        ),
+        "each action dimension has a log-probability of its own": ("(components, 1,", "(components, 0,"),
         "a batch of one loses its dimension": ("self.critic(obs).squeeze(-1)", "self.critic(obs).squeeze()"),
     },
     "test_ppo_math::test_log_std_init_is_the_logarithm": {
@@ -120,10 +114,7 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
     },
     "test_loops::test_what_follows_a_step_is_the_final_observation": {
         "the reset observation is bootstrapped": ("next_values[times, envs] = agent", "_ = agent"),
-        "a time limit is stored as a termination": (
-            "(rewards, terminated, truncated, infos",
-            "(rewards, terminated | truncated, truncated, infos",
-        ),
+        "a time limit is stored as a termination": ("(rewards, terminated,", "(rewards, terminated | truncated,"),
     },
     "test_loops::test_what_is_learnt_from_is_the_action_that_was_sampled": {
         "the action is clipped before its log-probability": ("obs, actions, *map", "obs, actions.clamp(-1, 1), *map"),
@@ -168,19 +159,13 @@ CAUGHT: dict[str, dict[str, tuple[str, str]]] = {
     "test_resume::test_a_run_may_be_extended[Hopper]": {
         "random numbers are not restored": ('torch.set_rng_state(checkpoint["generator"])', "pass"),
         "environments begin anew": ("if vec_env.set_state(tree_map(", "if (lambda state: True)(tree_map("),
-        "Adam's step is not restored": (
-            'for name, x in checkpoint["adam"].items()}',
-            'for name, x in (checkpoint["adam"] | {"step": torch.zeros(())}).items()}',
-        ),
+        "Adam's step is not restored": ('checkpoint["adam"]', '(checkpoint["adam"] | {"step": torch.zeros(())})'),
     },
     "test_resume::test_a_run_killed_at_an_awkward_moment[logged and not saved]": {
         "rows after the checkpoint stay": ("log.truncate(min(run.csv_size, log.tell()))", "log.tell()"),
     },
     "test_continuous_script::test_play_plays_the_policy_and_the_statistics": {
-        "the statistics of a checkpoint are not loaded": (
-            'statistics.set_state(tree_map(np.asarray, checkpoint["statistics"]))',
-            "pass",
-        ),
+        "the statistics of a checkpoint are not loaded": ("statistics.set_state(", "(lambda state: None)("),
     },
 }
 BUGS = {name: Bug(*texts, test) for test, bugs in CAUGHT.items() for name, texts in bugs.items()}

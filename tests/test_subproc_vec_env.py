@@ -419,6 +419,22 @@ def test_environments_share_no_arguments() -> None:
     envs.close()
 
 
+def test_what_old_environments_draw_globally_differs_between_workers_and_repeats() -> None:
+    class OldEnv(CountEnv):
+        def step(self, action: int) -> tuple[int, float, bool, bool, dict]:
+            return 0, np.random.random(), False, False, {}
+
+    rewards = []
+    for _ in range(2):
+        np.random.seed(1)
+        envs = SubprocVecEnv([OldEnv] * 4, 2, context="fork")
+        envs.reset()
+        rewards.append(envs.step([0] * 4)[1].tolist())
+        envs.close()
+    assert rewards[0] == rewards[1]
+    assert len(set(rewards[0])) == 4
+
+
 def test_calls_out_of_order_are_refused() -> None:
     envs = make(2, CountEnv, on_worker_failure="restart")
     with pytest.raises(NoAsyncCallError, match="Calling `reset_wait` without any prior call to `reset_async`"):
