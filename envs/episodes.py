@@ -72,7 +72,7 @@ class EpisodeStatistics(VectorWrapper):
         if isinstance(numbers, dict | tuple):
             for part in numbers.values() if isinstance(numbers, dict) else numbers:
                 self._check(name, part, env)
-        elif numbers.dtype.kind == "f" and not np.isfinite(numbers).all():
+        elif (numbers := np.asarray(numbers)).dtype.kind == "f" and not np.isfinite(numbers).all():
             if env is None:  # then of the first whose row has one
                 env = int(np.isfinite(numbers).reshape(self.num_envs, -1).all(1).argmin())
             step = self.lengths[env]

@@ -206,8 +206,7 @@ def _mujoco_state(env: Any) -> dict[str, Any]:
     return {
         "integration": integration,
         "derived": {name: value.copy() for name, value in _arrays(env.data).items()},
-        # masses, frictions, gravity, ...: some tasks draw new ones at every reset
-        "model": {name: value.copy() for name, value in _arrays(env.model, "f").items()},
+        "model": {name: value.copy() for name, value in _parameters(env.model).items()},
         "options": {name: _to_plain(getattr(env.model.opt, name), name) for name in _public(env.model.opt)},
         "rng": env.np_random.bit_generator.state,
         "attributes": _attributes(env, unsaved=("model", "data", "mujoco_renderer", "_np_random")),
@@ -217,7 +216,7 @@ def _mujoco_state(env: Any) -> dict[str, Any]:
 def _set_mujoco_state(env: Any, state: dict[str, Any]) -> None:
     import mujoco
 
-    for name, value in _arrays(env.model, "f").items():
+    for name, value in _parameters(env.model).items():
         value[...] = state["model"][name]
     for name, value in state["options"].items():
         setattr(env.model.opt, name, value)
@@ -237,7 +236,13 @@ def _public(holder: Any) -> list[str]:
     return [name for name in dir(holder) if not name.startswith("_")]
 
 
-def _arrays(holder: Any, kinds: str = "fiu") -> dict[str, np.ndarray]:
+def _arrays(holder: Any) -> dict[str, np.ndarray]:
     """The arrays of numbers of a simulation or its model by name, as live views."""
     arrays = {name: getattr(holder, name) for name in _public(holder)}
-    return {name: a for name, a in arrays.items() if isinstance(a, np.ndarray) and a.dtype.kind in kinds and a.size}
+    return {name: a for name, a in arrays.items() if isinstance(a, np.ndarray) and a.dtype.kind in "fiu" and a.size}
+
+
+def _parameters(model: Any) -> dict[str, np.ndarray]:
+    """Masses, frictions, sizes, ..., of which some tasks draw new ones at every reset; not the corners of meshes, which
+    may be megabytes."""
+    return {name: a for name, a in _arrays(model).items() if a.dtype.kind == "f" and not name.startswith("mesh_")}

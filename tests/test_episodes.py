@@ -15,6 +15,7 @@ import gymnasium as gym
 import numpy as np
 import PIL.Image
 import pytest
+from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
 from envs.episodes import EpisodeStatistics
@@ -147,7 +148,13 @@ def test_a_film_is_of_one_episode_of_the_first_environment_and_plays_in_real_tim
         assert (gif.n_frames, sum(gif.seek(i) or gif.info["duration"] for i in range(10))) == (10, 560)
         assert gif.convert("L").getpixel((0, 0)) < 100
     envs.metadata = {"render_fps": None}
-    assert RecordGif(envs, tmp_path, fps=10).hundredths == 10
+    lost = RecordGif(envs, tmp_path / names[0], fps=10)  # which is no folder
+    assert lost.hundredths == 10
+    lost.reset()
+    lost.step(np.zeros((2, 1), np.float32))
+    with pytest.raises(FileExistsError):
+        lost.close()
+    assert envs.closed
 
 
 def test_the_saved_state_of_other_wrappers_is_refused() -> None:
@@ -197,11 +204,18 @@ def run(env_fn: Callable[[], gym.Env], num_steps: int = 6) -> None:
         vec_env.step(np.zeros((3, 1), np.float32))
 
 
+def nested(env: gym.Env) -> gym.Env:
+    space = spaces.Dict(parts=spaces.Tuple((spaces.Discrete(2), env.observation_space)))
+    return gym.wrappers.TransformObservation(env, lambda obs: {"parts": (1, obs)}, space)
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_number_that_is_not_finite_is_named_with_its_environment_and_step(name: str) -> None:
+    """Also as a part of a Dict's or a Tuple's."""
     env_fn, text = FAULTS[name]
-    with pytest.raises(FloatingPointError, match=text):
-        run(env_fn)
+    for make in (env_fn, lambda: nested(env_fn())):
+        with pytest.raises(FloatingPointError, match=text):
+            run(make)
 
 
 def test_what_nobody_learns_from_may_be_anything_and_a_sum_may_overflow() -> None:
