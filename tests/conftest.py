@@ -73,8 +73,6 @@ TARGET_RUN: dict[str, Any] = {"env_id": "Target-v0", "num_envs": 16, "num_steps"
 
 
 # ---- scripts --------------------------------------------------------------------------------------------------------
-
-
 def script_paths(config: pytest.Config) -> list[Path]:
     """The scripts under test. Raises UsageError for one that does not exist."""
     paths = [Path(name).resolve() for name in config.getoption("--script")] or sorted(ROOT.glob("ppo_*.py"))
@@ -144,8 +142,6 @@ def with_args(script: ModuleType, **values: Any) -> Any:
 
 
 # ---- agents and batches ---------------------------------------------------------------------------------------------
-
-
 @dataclasses.dataclass
 class Sample:
     """An agent of a script with random input for it."""
@@ -214,8 +210,6 @@ def flat(agent: Any, learning_rate: float) -> tuple[torch.Tensor, dict[str, torc
 
 
 # ---- runs -----------------------------------------------------------------------------------------------------------
-
-
 def tiny_args(script: ModuleType, logdir: Path, **values: Any) -> Any:
     """Arguments of a run that takes about a second: three updates."""
     return script.Args(**COMMON | TINY[domain(script)] | {"logdir": str(logdir)} | values)
@@ -360,8 +354,6 @@ def run_program(script: ModuleType, folder: Path, *argv: str, **environment: str
 
 
 # ---- processes ------------------------------------------------------------------------------------------------------
-
-
 def fork(work: Callable[[], int | None], output: Path) -> int:
     """Run `work` in a child process, its output in a file; returns the child's id. Exit code: what it returns, or 1.
     The child has everything imported; it is a real process and dies a real death."""

@@ -7,6 +7,7 @@ copy of the script.
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
 import os
 import re
@@ -131,6 +132,13 @@ def test_memory_equals_a_plain_count_over_blues_own_history(cage2: ModuleType, a
                 np.testing.assert_array_equal(obs[n][:52], 0)
                 np.testing.assert_allclose(obs[n][52:], remembered([]))
     assert endings == 12
+    state = vec_env.get_state()
+    kept = copy.deepcopy(state)
+    for _ in range(2):
+        vec_env.step(action)
+        assert_same(state, kept)
+        vec_env.set_state(state)
+    np.testing.assert_allclose(vec_env.reset()[0][:, 52:], [remembered([])] * 6)
 
 
 def test_without_memory_observations_and_rewards_are_those_of_the_game_with_these_settings(cage2: ModuleType) -> None:
@@ -164,11 +172,12 @@ class Stamped(gym.ObservationWrapper):
 
 def test_memory_refuses_bits_that_a_wrapper_has_moved(cage2: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     make_env = cage2.make_env
-    for first in (False, True):
+    for first, memory in ((False, True), (True, True), (True, False)):
         monkeypatch.setattr(cage2, "make_env", lambda *given, first=first: Stamped(make_env(*given), first))
-        vec_env = cage2.make_envs(cage2.Args(num_workers=1), 2)
+        vec_env = cage2.make_envs(cage2.Args(num_workers=1, memory=memory), 2)
         assert vec_env.reset(seed=0)[0].dtype == np.float32
-        with pytest.raises(ValueError, match="Memory reads the game's 52 bits") if first else contextlib.nullcontext():
+        refusal: Any = pytest.raises(ValueError, match="Memory reads the game's 52 bits")
+        with refusal if first and memory else contextlib.nullcontext():
             vec_env.step(np.zeros(2, int))
         vec_env.close()
 
@@ -184,6 +193,8 @@ def test_a_finite_horizon_terminates_and_shows_the_time(cage2: ModuleType, tmp_p
         shown = infos["final_obs"][0] if step == 10 else obs[0]
         assert shown[-1] == np.float32(step / 10)
     assert obs[0, -1] == 0
+    vec_env.step(np.zeros(2, int))
+    assert vec_env.reset()[0][0, -1] == 0
     cage2.train(tiny_args(cage2, tmp_path, max_steps=40, finite_horizon=True))
     assert len({line.count(",") for line in (tmp_path / "progress.csv").read_text().splitlines()}) == 1
     games: Any = vectorize(lambda: gym.Wrapper(Cage2Env()), 2, 2, 60.0, "restart")
@@ -229,8 +240,14 @@ def test_summaries_by_hand() -> None:
     assert "b_line_30" not in summary
     # The standard error of several opponents is that of strata: three, of variances 2, 0 and 8 over 2 episodes
     returns = {"b_line": [-10.0, -12.0], "meander": [-50.0, -50.0], "sleep": [0.0, -4.0]}
-    episodes = {red: (np.array([r]), np.array([1, 1]), np.zeros((2, 4), int)) for red, r in returns.items()}
-    assert summarize(episodes, 100, False, False)["standard_error"] == pytest.approx(math.sqrt(1 + 0 + 4) / 3)
+    episodes = {
+        red: (np.array([rewards]), np.array([1, 1 + 2 * k]), np.full((2, 4), k))
+        for k, (red, rewards) in enumerate(returns.items())
+    }
+    summary = summarize(episodes, 100, False, True)
+    assert summary["standard_error"] == pytest.approx(math.sqrt(1 + 0 + 4) / 3)
+    assert (summary["mean_length"], summary["needless_fixes"]) == (2, 1)
+    assert summary["std_return"] == pytest.approx(np.std([*returns.values()]))
 
 
 def test_seconds_of_training_halve_the_loss_of_the_untrained_policy(cage2: ModuleType, tmp_path: Path) -> None:

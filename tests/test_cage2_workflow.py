@@ -50,8 +50,6 @@ def test_there_are_120_orders_of_the_five_types_and_no_others() -> None:
 
 
 # ---- compliance and the early stop ----------------------------------------------------------------------------------
-
-
 def plain_reading(action: int, clearable: np.ndarray, order: int) -> list[str]:
     """The verdicts on an action where these hosts can be cleaned, by the words of the definition."""
     verb, _, host = ACTION_NAMES[action].partition(" ")
@@ -144,8 +142,6 @@ def test_the_stop_on_the_documents_example_of_25_environments_and_at_its_edges()
 
 
 # ---- the wrapper ----------------------------------------------------------------------------------------------------
-
-
 def games(cage2: ModuleType, num_envs: int, seed: int = 0, **settings: Any) -> Any:
     vec_env = cage2.make_envs(cage2.Args(**settings), num_envs)
     vec_env.reset(seed=seed)
@@ -170,6 +166,10 @@ def test_alignment_telescopes_to_lambda_times_the_last_compliance(cage2: ModuleT
     np.testing.assert_array_equal(vec_env.recent, np.stack(episodes[:1:-1], axis=1))
     assert {0, 1} < set(np.array(episodes)[..., workflow.JUDGED].flat)
     assert 0 < np.sum(episodes, (0, 1))[workflow.COMPLIANT] < np.sum(episodes, (0, 1))[workflow.JUDGED]
+    vec_env.reset()
+    assert vec_env.recent.any()
+    vec_env.reset(seed=0)
+    assert not vec_env.recent.any()
 
 
 def test_the_final_observation_shows_the_order_of_the_episode_that_ended(cage2: ModuleType) -> None:
@@ -187,6 +187,9 @@ def test_the_final_observation_shows_the_order_of_the_episode_that_ended(cage2: 
         np.testing.assert_array_equal(np.stack(infos["final_obs"])[:, -25:], before)
         changed += int((obs[:, -25:] != before).any(1).sum())
     assert changed > 10
+    orders = vec_env.orders.copy()
+    vec_env.reset()  # before their end: they begin anew, with their order
+    np.testing.assert_array_equal(vec_env.orders, orders)
 
 
 def test_orders_depend_on_the_environments_seed_and_episode_alone(cage2: ModuleType) -> None:
@@ -206,6 +209,9 @@ def test_orders_depend_on_the_environments_seed_and_episode_alone(cage2: ModuleT
         other.set_state(state)
         np.testing.assert_array_equal(orders(other), four)
     assert len(np.unique(four)) > 20
+    seeds = other.seeds.tolist()
+    other.reset(seed=[7, None, None, None])
+    assert other.seeds.tolist() == [7, *seeds[1:]]
     assert cage2.Args(workflow=USER_FIRST.replace(",", ", ")).workflow == USER_FIRST
     assert (games(cage2, 4, workflow=USER_FIRST).orders == workflow.parse_workflow(USER_FIRST)).all()
 
@@ -266,10 +272,12 @@ def test_games_in_processes_are_judged_alike(cage2: ModuleType, monkeypatch: pyt
                     vec_env.set_state(state)
         assert (total > 0).all()
         for action in (20, 0):  # an episode that is lost with its worker earns nothing for a fix, nor for having none
+            recent = both[1].recent.copy()
             both[1].unwrapped._pool.workers[0].process.kill()
             infos = both[1].step(np.full(3, action))[4]
             assert infos["worker_restarted"].all()
             assert not infos["alignment"].any()
+            np.testing.assert_array_equal(both[1].recent, recent)
     finally:
         both[1].close()
     monkeypatch.setattr(cage2, "make_env", lambda *args: gym.Wrapper(make_env(cage2.Args(), *args[1:])))
@@ -278,8 +286,6 @@ def test_games_in_processes_are_judged_alike(cage2: ModuleType, monkeypatch: pyt
 
 
 # ---- the policy and its training ------------------------------------------------------------------------------------
-
-
 def test_operational_hosts_can_be_repaired_with_workflows_and_else_nothing_changes(cage2: ModuleType) -> None:
     """Else an order with op_host first could not be kept: the nine reduced hosts have none of them."""
     names = {ACTION_NAMES[a] for a in games(cage2, 48, workflow="any").env.game_actions(np.arange(48))}
@@ -353,8 +359,6 @@ def test_a_return_below_the_first_evaluations_by_more_than_its_error_stops_nothi
 
 
 # ---- which order next: envs/cage2/search.py -------------------------------------------------------------------------
-
-
 def test_distances_are_kendalls_and_the_mallows_kernel_positive_definite_unlike_the_documents() -> None:
     for a, b in [(0, 0), (0, 1), (0, 119), (7, 93)]:
         one, other = workflow.ORDERS[a], workflow.ORDERS[b]
@@ -414,6 +418,10 @@ def test_beta_trades_the_mean_for_uncertainty(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(search, "srinivas_beta", lambda t: 20.0 if t == 4 else 0.0)
     schedule, fifth, whole = (search.next_order(tried, *seen, beta=beta) for beta in (None, 4.0, 20.0))
     assert schedule == fifth != whole  # a fifth of it, at the fourth order
+    mean, std = np.eye(120)[5] * 5, np.eye(120)[6]
+    with monkeypatch.context() as patch:
+        patch.setattr(search, "posterior_returns", lambda *args: (mean, std))
+        assert [search.next_order(tried, *seen, beta=beta) for beta in (9.0, 36.0)] == [5, 6]  # 3 and 6 deviations
     assert search.next_order([0], [-14.0], [0.1], num_random=1) == 119  # one return has no deviation
 
 
@@ -429,8 +437,6 @@ def test_gp_ucb_halves_the_regret_of_random_orders() -> None:
 
 
 # ---- the search of the script ---------------------------------------------------------------------------------------
-
-
 def run_search(cage2: ModuleType, folder: Path, n_workflows: int = 3, **values: Any) -> list[dict[str, Any]]:
     """The history of a search of orders with tiny trainings."""
     options = cage2.SearchArgs(n_workflows=n_workflows, n_start=2, judge_episodes=4, shared_timesteps=2 * 256 * 25)

@@ -47,7 +47,7 @@ def test_normalisers_have_the_discount_and_stand_still_in_evaluation(continuous:
     assert (evaluation.training, evaluation.statistics) == (False, vec_env.statistics)
     assert not hasattr(evaluation.env, "gamma")
     plain = continuous.make_envs(tiny_args(continuous, tmp_path, norm_obs=False), 2)
-    assert (vec_env.clip, plain.clip, plain.training) == (10.0, np.inf, False)
+    assert (vec_env.clip, vec_env.env.clip, plain.clip, plain.training) == (10.0, 10.0, np.inf, False)
     plain.close()
     vec_env.close()
     evaluation.close()

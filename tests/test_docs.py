@@ -51,8 +51,6 @@ def results(name: str) -> Any:
 
 
 # ---- what a page names ----------------------------------------------------------------------------------------------
-
-
 @cache
 def definitions(path: Path) -> set[str]:
     """Names of all functions and classes of a file, and Class.method of its methods."""
@@ -138,8 +136,6 @@ def test_every_metric_of_a_script_is_explained_and_none_that_is_gone() -> None:
 
 
 # ---- the 37 details -------------------------------------------------------------------------------------------------
-
-
 def tagged_details(path: Path) -> set[tuple[int, str]]:
     """(detail number, innermost function or class) of every "detail N" of a script."""
     lines = path.read_text().splitlines()
@@ -259,8 +255,6 @@ def test_every_benchmark_is_listed_and_make_bench_runs_those_with_a_quick_form()
 
 
 # ---- figures and numbers --------------------------------------------------------------------------------------------
-
-
 FIGURES = [figure.__name__ for figure in figures.FIGURES]
 
 
@@ -425,8 +419,6 @@ def test_small_numbers_of_the_pages() -> None:
 
 
 # ---- exercises ------------------------------------------------------------------------------------------------------
-
-
 def test_every_exercise_is_described_and_can_be_planted_and_none_gives_its_bug_away() -> None:
     text, healthy = text_of(DOCS / "exercises.md"), exercises.SCRIPT.read_text()
     described = re.findall(r"^\| (\d+) \| ", text, re.MULTILINE)

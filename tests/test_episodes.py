@@ -18,6 +18,7 @@ import pytest
 from gymnasium import spaces
 from gymnasium.vector import AutoresetMode, SyncVectorEnv
 
+from envs.cage2 import Cage2Env
 from envs.episodes import EpisodeStatistics
 from envs.mujoco_batch import MujocoBatchVecEnv, is_plain_task
 from envs.record_gif import RecordGif
@@ -29,6 +30,7 @@ STEPPING: dict[str, tuple[Callable[[], gym.Env], type]] = {
     "plain": (partial(gym.make, "Hopper-v5", ctrl_cost_weight=0.1), MujocoBatchVecEnv),
     "wrapped": (lambda: gym.wrappers.ClipAction(gym.make("Hopper-v5")), SubprocVecEnv),
     "rendered": (partial(gym.make, "Hopper-v5", render_mode="rgb_array"), SubprocVecEnv),
+    "another class": (lambda: type("Mine", (Cage2Env,), {})(), SubprocVecEnv),
     "another task": (partial(gym.make, "KnownValues-v0"), SubprocVecEnv),
 }
 
@@ -69,7 +71,10 @@ def test_arguments_reach_the_processes_and_errors_the_caller(tmp_path: Path, mon
     assert robot.mujoco_renderer.camera_id == 0
     monkeypatch.setattr(type(gym.make("Hopper-v5").unwrapped), "reset_model", lambda env: env.data.qpos)
     assert not is_plain_task(gym.make("Hopper-v5"))
+    monkeypatch.setattr(os, "environ", {"WAYLAND_DISPLAY": "wayland-0"})
+    vectorize(partial(KnownValuesEnv, render_mode="human"), 1).close()
     monkeypatch.setattr(os, "environ", {})
+    vectorize(lambda: gym.Wrapper(Cage2Env(render_mode="human")), 1).close()  # prints
     with pytest.raises(gym.error.Error, match="There is no display"):
         vectorize(partial(gym.make, "Hopper-v5", render_mode="human"), 1)
 
@@ -105,7 +110,7 @@ def test_an_episode_that_is_lost_with_its_worker_is_not_counted() -> None:
 
 
 def test_a_reset_by_mask_begins_episodes_only_where_it_resets() -> None:
-    env_fns = [partial(gym.make, "Poison-v0")] * 3
+    env_fns = [partial(gym.make, "Poison-v0", max_episode_steps=5)] * 3
     vec_env = EpisodeStatistics(SyncVectorEnv(env_fns, autoreset_mode=AutoresetMode.DISABLED))
     vec_env.reset(seed=1)
     for _ in range(4):
@@ -113,6 +118,7 @@ def test_a_reset_by_mask_begins_episodes_only_where_it_resets() -> None:
     vec_env.reset(options={"reset_mask": np.array([False, True, False])})
     assert vec_env.lengths.tolist() == [4, 0, 4]
     assert vec_env.returns.tolist() == [4.0, 0.0, 4.0]
+    assert vec_env.step(np.full((3, 1), 6.0))[4]["ended"] == [(10.0, 5, 2.0)] * 2
 
 
 class Drawn(PlainEnv):
@@ -147,6 +153,8 @@ def test_a_film_is_of_one_episode_of_the_first_environment_and_plays_in_real_tim
     with PIL.Image.open(tmp_path / names[0]) as gif:
         assert (gif.n_frames, sum(gif.seek(i) or gif.info["duration"] for i in range(10))) == (10, 560)
         assert gif.convert("L").getpixel((0, 0)) < 100
+        gif.seek(0)
+        assert gif.convert("L").getpixel((0, 0)) == 0  # before the first step
     envs.metadata = {"render_fps": None}
     lost = RecordGif(envs, tmp_path / names[0], fps=10)  # which is no folder
     assert lost.hundredths == 10
@@ -181,7 +189,7 @@ class BadEnd(SmallEnv):
         self.state[0] += 1
         over = bool(self.state[0] == 4)
         obs = np.array([1.0, np.nan if over and self.np_random_seed == 3 else 0.0], np.float32)
-        return obs, 0.0, over and not self.truncated, over and self.truncated, {}
+        return obs, 0.0, over and not self.truncated, over, {}
 
 
 FAULTS: dict[str, tuple[Callable[[], gym.Env], str]] = {
@@ -199,6 +207,7 @@ FAULTS: dict[str, tuple[Callable[[], gym.Env], str]] = {
 
 def run(env_fn: Callable[[], gym.Env], num_steps: int = 6) -> None:
     vec_env = EpisodeStatistics(SyncVectorEnv([env_fn] * 3, autoreset_mode=AutoresetMode.SAME_STEP))
+    vec_env.lengths[:] = 9  # as of steps before a reset
     vec_env.reset(seed=2)  # environment 1 gets seed 3, the poisoned one
     for _ in range(num_steps):
         vec_env.step(np.zeros((3, 1), np.float32))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import signal
 import warnings
@@ -15,7 +16,7 @@ from gymnasium.error import ResetNeeded
 from gymnasium.utils.env_checker import check_env
 
 from envs import nes_common, nes_core
-from envs.mario import ACTION_SETS, STAGES, MarioBackendError, MarioEnv, RewardTerms, available_backends
+from envs.mario import ACTION_SETS, REWARDS, STAGES, MarioBackendError, MarioEnv, RewardTerms, available_backends
 from envs.nes_common import GRAY, RIGHT, START, A, B
 from envs.nes_core import make_core
 from tests.conftest import assert_plain, assert_same
@@ -100,8 +101,6 @@ def random_actions(count: int, seed: int = 0) -> list[int]:
 
 
 # ---- Gymnasium's contract -------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("options", [{}, {"obs": "rgb64", "reward": "flag1000", "max_pool": True, "full_info": True}])
 def test_env_checker_is_content(backend: str, options: dict[str, Any]) -> None:
     env = MarioEnv("1-1", backend, noop_max=5, sticky_action_probability=0.25, **options)
@@ -121,6 +120,7 @@ def test_env_checker_is_content(backend: str, options: dict[str, Any]) -> None:
         ({"obs": "rgb84"}, "gray64"),
         ({"frame_stack": 0}, "at least 1"),
         ({"skip": 0}, "skip=0"),
+        ({"skip": 26}, "skip=26"),
         ({"skip": 1, "max_pool": True}, "skip=1"),
         ({"reward": "score"}, "shaped, landed, flag1000"),
         ({"stuck_steps": -1}, "0 to switch it off"),
@@ -138,6 +138,7 @@ def test_a_wrong_option_is_refused_in_one_sentence(options: dict[str, Any], mess
 def test_actions_are_integers_or_one_hot(fceumm: str) -> None:
     assert [len(ACTION_SETS[name]) for name in ("right_only", "simple", "complex")] == [5, 7, 12]
     assert ACTION_SETS["simple"] == (0, RIGHT, RIGHT | A, RIGHT | B, RIGHT | A | B, A, 64)
+    assert ACTION_SETS["complex"][7:] == (64 | A, 64 | B, 64 | A | B, 32, 16)  # left, then down and up
     number, one_hot = begin("1-1", fceumm), begin("1-1", fceumm)
     assert_same(number.step(RUN), one_hot.step(np.eye(7)[RUN]))
     for wrong in (7, -1, 2.7, None, [0, 1], np.array([0, 0])):
@@ -160,6 +161,9 @@ def test_an_episode_begins_with_a_reset_and_ends_with_the_only_info(backend: str
     with pytest.raises(ResetNeeded, match="call reset"):
         env.step(NOOP)
     assert_same(env.reset(seed=0)[0], first)
+    again = begin("1-1", backend, max_episode_steps=5, stuck_steps=5)
+    steps = play(again, [NOOP] * 10 + [RUN] * 10)
+    assert_same(steps[5:10] + steps[15:], steps[:5] + steps[10:15])
     env.close()
     env.close()
     with pytest.raises(ResetNeeded, match="call reset"):
@@ -168,8 +172,6 @@ def test_an_episode_begins_with_a_reset_and_ends_with_the_only_info(backend: str
 
 
 # ---- pictures -------------------------------------------------------------------------------------------------------
-
-
 def area_average(picture: np.ndarray, side: int) -> np.ndarray:
     """Average (240, 256, 3) down to (side, side, 3): each cell is the mean of the pixels whose centres it holds."""
 
@@ -253,8 +255,6 @@ def test_show_buttons_paints_what_is_held_and_nothing_else(fceumm: str, obs: str
 
 
 # ---- stages, goals, deaths ------------------------------------------------------------------------------------------
-
-
 WITH_300_TICKS = "1-3 1-4 2-3 2-4 3-2 3-3 3-4 4-3 5-1 5-3 5-4 6-3 6-4 7-3 8-1 8-3"
 
 
@@ -290,6 +290,7 @@ class Ending(NamedTuple):
 
 TO_THE_FIRST_PIPE = [RUN] * 13 + [RUN_JUMP] * 13 + [WALK] * 60  # over the Goomba
 INTO_THE_FIRST_PIT = decode(GOAL_RUNS["fceumm", "1-1"])[:100] + [WALK] * 60
+OF_WORLD_4 = {0x75F: 3, 0x756: 3, 0x7ED: 1, 0x7EE: 2}  # memory: world, more than fire, 12 coins
 ENDINGS = {
     "the goal of 1-1": Ending("1-1", [], "flag_get", range(3161, 3162)),
     "the goal of 1-4": Ending("1-4", [], "flag_get", range(2259, 2260)),
@@ -299,7 +300,7 @@ ENDINGS = {
     "a pipe in the way": Ending("1-1", TO_THE_FIRST_PIPE, "stuck", range(434, 435)),
     "the game's clock": Ending("1-1", [NOOP] * 200, "death", range(40, 41), TIME_20, {"time": 0}),
     # the world is now 4, which is what a warp pipe does
-    "a warp": Ending("1-2", [NOOP], "", range(40, 41), {0x75F: 3}, {"world": 4}),
+    "a warp": Ending("1-2", [NOOP], "", range(40, 41), OF_WORLD_4, {"world": 4, "status": 2, "coins": 12}),
 }
 ON_NES_PY = [("nes_py", name) for name in ENDINGS if name not in ("the goal of 1-4", "a pit")]  # recorded on FCEUmm
 
@@ -364,6 +365,9 @@ def test_three_deaths_end_the_whole_game(fceumm: str) -> None:
         deaths += info["death"]
         assert not (info["death"] and reward > -3.0)
     assert (deaths, info["life"]) == (3, 255)
+    game = begin("full", fceumm)._game
+    game.level = 31
+    assert game.is_over(False, True)  # the axe of 8-4
 
 
 def test_a_death_in_the_whole_game_begins_a_life_of_its_own(fceumm: str) -> None:
@@ -381,8 +385,6 @@ def test_a_death_in_the_whole_game_begins_a_life_of_its_own(fceumm: str) -> None
 
 
 # ---- reward ---------------------------------------------------------------------------------------------------------
-
-
 def test_walking_to_and_fro_earns_nothing(backend: str) -> None:
     env = begin("1-1", backend, full_info=True, stuck_steps=0)
     ahead = play(env, [WALK] * 12)[-1][4]
@@ -420,10 +422,12 @@ def test_being_moved_pays_and_costs_nothing(fceumm: str, memory: dict[int, int],
     ((area, x),) = game.best_x.items()
     poke(env, memory)
     assert game.measure() == (0, 0)
+    assert not game.advancing
     assert game.best_x == {area + level: x + pixels for level, pixels in marks.items()}
 
 
 def test_reward_terms_and_scale(fceumm: str) -> None:
+    assert REWARDS["landed"] == REWARDS["shaped"]._replace(landed=True)
     returns = []
     for reward in ("flag1000", RewardTerms(2.0, 0.0, 0.0, -7.0, 0.5)):
         env = begin("1-1", fceumm, reward=reward)
@@ -444,11 +448,10 @@ def test_a_jump_counts_where_it_lands_and_a_fall_nowhere(fceumm: str) -> None:
         reached[reward] = info["max_x"]
         assert 10 * total == pytest.approx(info["max_x"] - start_x - (start_clock - info["time"]) - 50)
     assert info["x_pos"] == reached["shaped"] > reached["landed"] + 100
+    assert sum(step[1] for step in play(begin("2-2", fceumm, reward="landed"), [RUN_JUMP] * 20)) > 5  # in water
 
 
 # ---- randomness and saved states ------------------------------------------------------------------------------------
-
-
 def test_seeds_change_nothing_unless_an_option_draws(fceumm: str) -> None:
     """The emulator has no randomness: ten greedy evaluations of a policy would be one episode, ten times."""
 
@@ -474,10 +477,12 @@ def test_sticky_actions_hold_buttons_a_quarter_of_the_frames(fceumm: str, monkey
         action = (NOOP, JUMP)[decision % 2]
         env.step(action)
         wanted = env.buttons[action]
-        late.append(pressed[0] != wanted)
+        late.append([buttons != wanted for buttons in pressed[:2]])
         assert pressed == sorted(pressed, key=lambda buttons: buttons == wanted)  # once obeyed, obeyed to the end
     # The first frame sees the last decision's buttons with probability 1/4 (less 1/256, when that one never came).
-    assert 0.19 < np.mean(late) < 0.31
+    first, second = np.mean(late, 0)
+    assert 0.19 < first < 0.31
+    assert 0.03 < second < 0.1
 
 
 def test_noop_starts_wait_zero_to_noop_max_frames(fceumm: str) -> None:
@@ -500,11 +505,13 @@ def test_a_restored_environment_goes_on_bit_for_bit_and_is_not_disturbed_by_othe
     play(env, random_actions(before, 1))
     state, picture = env.get_state(), env.render()
     assert_plain(state)
+    kept = copy.deepcopy(state)
     restored.set_state(state)
     assert_same(restored.get_state(), state)
     assert_same(restored.render(), picture)
     for action in random_actions(after, 2):
         assert_same(play(restored, [action]), play(env, [action]))
+    assert_same(state, kept)
     blind.set_state(state)
     assert blind.render() is None
     restored.set_state(untouched)
@@ -517,14 +524,17 @@ def test_a_state_of_another_backend_or_shape_is_refused(fceumm: str) -> None:
     with pytest.raises(ValueError, match=r"\(4, 84, 84\).*\(4, 64, 64\)"):
         env.set_state(begin("1-1", fceumm, obs="gray84").get_state())
     state = env.get_state()
+    kept = copy.deepcopy(state)
+    for _ in range(2):
+        play(env, [RUN] * 15)
+        assert_same(state, kept)
+        env.set_state(state)
     for wrong, message in (({"backend": "nes_py"}, r"'nes_py'.*'fceumm'"), ({"core": np.zeros(100)}, "100 bytes")):
         with pytest.raises(ValueError, match=message):
             env.set_state({**state, "game": {**state["game"], **wrong}})
 
 
 # ---- emulators ------------------------------------------------------------------------------------------------------
-
-
 def test_every_build_of_nes_py_computes_the_same_memory_and_pictures() -> None:
     """The digest is of nes-py 8.2.1 as pip compiles it; no other compilation may differ, `make nes_py` included."""
     if nes_core.library_path("nes_py") is None:

@@ -99,7 +99,7 @@ FLAGS_OF_GAMES: dict[str, tuple[Any, Any]] = {  # flag -> (not its default, what
     "obs": ("gray84", lambda env: env.observation_space.shape == (4, 84, 84)),
     "frame_stack": (2, lambda env: env.observation_space.shape == (2, 64, 64)),
     "action_set": ("complex", lambda env: env.action_space.n == 12),
-    "skip": (3, lambda env: env.skip == 3),
+    "skip": (3, lambda env: (env.skip, env.metadata["render_fps"]) == (3, 20)),
     "max_pool": (True, lambda env: env.max_pool),
     "mask_score": (True, lambda env: env.mask_score),
     "show_buttons": (False, lambda env: not env.show_buttons),

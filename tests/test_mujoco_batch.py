@@ -96,9 +96,12 @@ def test_a_run_equals_sync_vector_env_bit_for_bit(run: Any) -> None:
     actions, ends, kept = Actions(expected), np.zeros(num_envs, int), []
 
     def both_reset(**how: Any) -> None:
-        kept.append(actual.reset(**copy.deepcopy(how)))
+        given = copy.deepcopy(how)
+        kept.append(actual.reset(**given))
         assert_same(kept[-1], expected.reset(**how), str(how))
         kept.append(copy.deepcopy(kept[-1]))
+        for mask in given.get("options", {}).values():
+            mask[:] = ~mask  # the caller's to use again
         assert actual.np_random_seed == expected.np_random_seed
 
     both_reset(seed=7)
@@ -144,8 +147,6 @@ def test_exploding_physics_goes_on_as_in_gymnasium(env_id: str, velocity: float)
 
 
 # ---- saved and restored; which environments it can stand for --------------------------------------------------------
-
-
 @pytest.mark.parametrize("mode", [SAME, NEXT])
 @tasks
 def test_a_restored_run_continues_bit_for_bit(env_id: str, mode: AutoresetMode) -> None:
@@ -177,16 +178,20 @@ def test_a_masked_reset_after_a_restore_returns_the_other_rows_as_they_were(env_
     actions = Actions(unbroken)
     for _ in range(8):
         obs = unbroken.step(actions())[0]
-    restored.set_state(unbroken.get_state())
+    state = unbroken.get_state()
+    kept = copy.deepcopy(state)
+    restored.set_state(state)
     again.set_state(pickle.loads(pickle.dumps(restored.get_state())))
 
     def all_reset(n: int) -> np.ndarray:
         results = [envs.reset(options={"reset_mask": np.arange(3) == n})[0] for envs in all_envs]
         assert_same(results[1:], results[:1] * 2)
-        return results[0]
+        return results[1]
 
-    all_reset(1)
+    first = all_reset(1)
+    before = first.copy()
     assert_same(all_reset(0)[2], obs[2])
+    assert_same([first, state], [before, kept])
     action = actions()
     results = [envs.step(action) for envs in all_envs]
     assert_same(results[1:], results[:1] * 2)
@@ -270,6 +275,7 @@ def test_mistakes_are_answered_in_one_sentence() -> None:
     for how in (copy.copy, copy.deepcopy, pickle.dumps):  # it would step the original's robots, or read freed memory
         with pytest.raises(TypeError, match=r"live in C memory.*use get_state\(\) and set_state\(\)"):
             how(envs._sims)
+    envs.set_state(envs.get_state())  # which never began
     with pytest.raises(ResetNeeded):
         envs.step(np.zeros((2, 3)))
     with pytest.raises(ResetNeeded, match="first reset must be of all"):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import envs.queueing  # noqa: F401  (registers TwoQueue-v0)
-from envs.normalize import NormalizeObservation, NormalizeReward, RunningMeanStd
+from envs.normalize import ClipAction, NormalizeObservation, NormalizeReward, RunningMeanStd
 from envs.subproc_vec_env import SubprocVecEnv
 from tests.conftest import assert_same
 
@@ -84,6 +84,9 @@ def test_extreme_observations_are_clipped_to_the_limit() -> None:
     wrapped = NormalizeObservation(vec(), clip=3.0)
     wrapped.reset(seed=1)
     np.testing.assert_array_equal(wrapped.normalize(np.array([[1e9], [-1e9]])), [[3.0], [-3.0]])
+    rewards = NormalizeReward(ClipAction(vec("WholeNumbers-v0")), 0.9, clip=1.0)  # of actions within -3 and 3
+    rewards.reset()
+    np.testing.assert_allclose(rewards.step(np.array([[5], [-5], [2]]))[1], [1.0, -1.0, 0.762], rtol=1e-3)
 
 
 def test_evaluation_shares_the_statistics_of_training_and_leaves_them_alone() -> None:
@@ -140,8 +143,10 @@ def test_a_restored_stack_continues_bit_for_bit() -> None:
     second.reset(seed=99)
     second.set_state(state)
     assert_same([second.step(ACTIONS) for _ in range(15)], expected)
+    states = [state, first.get_state()]
+    copies = [saved, copy.deepcopy(states[1])]
     first.reset()
     second.reset()
-    assert_same(state, saved)  # a copy, and not changed by who goes on from it
+    assert_same(states, copies)  # a copy, and not changed by who goes on from it
     first.close()
     second.close()

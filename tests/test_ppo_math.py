@@ -153,8 +153,6 @@ def test_normalized_advantages_by_hand(script: ModuleType) -> None:
 
 
 # ---- the loss -------------------------------------------------------------------------------------------------------
-
-
 def test_the_loss_normalizes_advantages_only_if_it_is_asked_to(script: ModuleType) -> None:
     # At ratio 1 the policy loss is -mean(A): 0 for normalised advantages, and the gradient is -A / batch size.
     plain = torch.tensor([1.0, 2.0, 6.0])
@@ -248,8 +246,6 @@ def test_explained_variance_cases(script: ModuleType) -> None:
 
 
 # ---- the loss of a real agent, and steps of the optimiser -----------------------------------------------------------
-
-
 def real_batch(script: ModuleType, **args: Any) -> tuple[Any, Any, Any]:
     """A fresh agent, a batch of 16 of its own actions, and arguments."""
     sample = make_sample(script, **{"norm_adv": "none", "ent_coef": 0.0} | args)
@@ -333,8 +329,6 @@ def test_a_step_is_that_of_torchs_adam(script: ModuleType, max_grad_norm: float 
 
 
 # ---- the agent ------------------------------------------------------------------------------------------------------
-
-
 def test_values_log_probs_and_entropies_are_one_number_a_sample(script: ModuleType) -> None:
     sample = make_sample(script)
     policy, values = sample.agent(sample.obs)

@@ -89,14 +89,16 @@ def test_of_three_queues_with_setup_the_longest_first_is_unstable_and_emptying_o
 
 def test_equal_seeds_and_restored_states_give_equal_runs() -> None:
     def run(env: QueueEnv) -> list[float]:
-        return [env.step(0)[1] for _ in range(50)]
+        return [env.step(t // 5 % 2)[1] for t in range(50)]
 
-    first, second, other = begun(3), begun(3), begun(4)
+    first, second, other = (begun(seed, setup=True) for seed in (3, 3, 4))
     assert run(first) == run(second) != run(other)
     state = first.get_state()
     expected = run(first)
-    other.set_state(state)
-    assert run(other) == expected
+    assert other.reset()[0].tolist() == [0, 0, 1, 0]
+    for _ in range(2):
+        other.set_state(state)
+        assert run(other) == expected
 
 
 def test_an_impossible_task_or_queue_is_refused() -> None:
@@ -115,5 +117,6 @@ def test_an_impossible_task_or_queue_is_refused() -> None:
     for action in (-1, 2, 1.9):
         with pytest.raises(ValueError, match=f"action {action}: the queues are 0 to 1"):
             begun().step(action)
+    assert begun(render_mode="ansi").render() == "queues:    0    0"
     with pytest.raises(ValueError, match="the queues are 0 to 1"):
         begun(continuous=True).step([1.0, 0.0])

@@ -118,8 +118,6 @@ def four_envs(kind: str = "none", place: str = "nowhere", once: Path | None = No
 
 
 # ---- what is left -----------------------------------------------------------------------------------------------
-
-
 def workers() -> set[str]:
     """The names of our living workers."""
     return {child.name for child in multiprocessing.active_children() if child.name.startswith("SubprocVecEnv")}
@@ -339,8 +337,6 @@ def test_a_lost_worker_is_not_blamed_on_what_another_one_answered_before(tmp_pat
 
 
 # ---- close ------------------------------------------------------------------------------------------------------
-
-
 HANGS = partial(FaultyEnv, "hang", "every step")
 HANGS_IN_C = partial(FaultyEnv, "hang in C", "every step")
 STUBBORN = partial(FaultyEnv, "hang", "close")
@@ -422,8 +418,6 @@ def test_a_forked_child_that_drops_or_closes_it_leaves_the_workers_alone(closing
 
 
 # ---- faults of the parent ---------------------------------------------------------------------------------------
-
-
 def run_script(body: str, env: Any, context: str) -> None:
     """Make `envs` with 3 workers in a thread, which they must outlive, print their ids, and run `body`."""
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits "ignore SIGINT"
@@ -535,8 +529,6 @@ def test_ctrl_c_in_the_middle_of_a_step_leaves_only_close(semaphore: str, monkey
 
 
 # ---- restarts ---------------------------------------------------------------------------------------------------
-
-
 class GateEnv(CountEnv):
     """Waits in `step` until a file exists."""
 

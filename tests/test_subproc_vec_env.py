@@ -274,8 +274,6 @@ def test_bad_reset_masks_are_refused() -> None:
 
 
 # ---- arguments --------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     ("num_envs", "num_workers", "limit", "sizes"),
     [(1, 1, None, [1]), (5, 2, 5, [2, 3]), (7, 3, None, [2, 2, 3]), (4, 9, 2, [2, 2]), (2, 9, None, [1, 1])],
@@ -380,8 +378,6 @@ def test_results_are_the_callers_or_with_copy_false_the_shared_arrays() -> None:
 
 
 # ---- calls and states -------------------------------------------------------------------------------------------
-
-
 def test_calls_attributes_and_rendering() -> None:
     envs = make(3, lambda: gym.wrappers.TimeLimit(PaintEnv(), 10))
     assert envs.render_mode == "rgb_array"

@@ -35,8 +35,6 @@ def advantages_of_the_example(script: ModuleType, gamma: float, gae_lambda: floa
 
 
 # ---- per-environment advantages -------------------------------------------------------------------------------------
-
-
 def test_residuals_and_advantages_of_the_two_environments(script: ModuleType) -> None:
     # 5 + 0.99*3 - 2, 4 + 0.99*2.5 - 3, 3 - 2.5; and -8 + 0.99*3 - 2, -7 + 0.99*2.5 - 3, -5 - 2.5
     expected = torch.tensor([[5.97, -7.03], [3.475, -7.525], [0.5, -7.5]])
@@ -136,8 +134,6 @@ def test_the_flag_at_the_end_reaches_the_first_step(script: ModuleType) -> None:
 
 
 # ---- time limits ----------------------------------------------------------------------------------------------------
-
-
 def test_ignoring_the_value_after_the_rollout_is_wrong(script: ModuleType) -> None:
     """r = 1 for ever, gamma = 0.99, so V = 100 exactly: nothing was better or worse than expected. A last value of 0
     invents disappointments from -77.5 to -99."""
@@ -186,8 +182,6 @@ def test_the_value_of_a_cost_of_1_for_ever(script: ModuleType) -> None:
 
 
 # ---- ratio, clip, KL, value loss ------------------------------------------------------------------------------------
-
-
 def test_the_examples_of_ratio_surrogate_and_target(script: ModuleType) -> None:
     # pi 0.3, pi_old 0.2, A = 50: 1.5 * 50 = 75, clipped 1.2 * 50 = 60, and the smaller counts
     loss, metrics, _ = table_loss(script, [0.3 / 0.2], [50.0])
@@ -259,8 +253,6 @@ def test_kl_is_not_symmetric(script: ModuleType) -> None:
 
 
 # ---- optimiser and baseline -----------------------------------------------------------------------------------------
-
-
 def descend(kind: type[torch.optim.Optimizer], joint: bool, target: float, limit: float = 0.5) -> Any:
     """How far 50 steps take the 8 numbers of an actor that descends, beside a critic of 8 numbers, against the gradient
     of mean(sin(actor)) + 0.5 mean((critic - target)^2): only the critic's error has the scale of `target`. Gradients
@@ -315,8 +307,6 @@ def test_a_baseline_of_1000_under_rewards_of_990_to_1010_saves_nearly_all_varian
 
 
 # ---- sizes, schedules, environments ---------------------------------------------------------------------------------
-
-
 def test_sizes_of_the_examples(script: ModuleType) -> None:
     args = script.Args(num_envs=32, num_steps=128, total_timesteps=10_000_000, num_minibatches=16, update_epochs=4)
     assert (args.batch_size, args.batch_size // args.num_minibatches, args.num_updates) == (4096, 256, 2441)
