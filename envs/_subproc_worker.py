@@ -107,13 +107,13 @@ class EnvWorker:
 
     def main(self) -> None:
         """Obey commands until the parent says close. This is where the new process begins."""
-        # Ctrl-C, SIGTERM and the end of a terminal often reach the whole process group. What they mean is for the
-        # parent to decide, which may want one more step and every environment's state for a checkpoint.
+        # Batch systems send signals to all processes of a job, and Ctrl-C may come before this one has a group of its
+        # own. What they mean is for the parent to decide, which may want one more step and all states for a checkpoint.
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that environments start would inherit
         end_with_parent()
         # Old environments draw from this generator, which a fork copies: else all workers would draw the same numbers.
-        np.random.seed((np.random.randint(2**32, dtype=np.uint64) + self.index) % 2**32)
+        np.random.seed(np.random.randint(2**31) + self.index)
         faulthandler.enable(2, all_threads=False)  # where a crash happened, on stderr
         self.shared = SharedBatch(*self.memory)
         self.control = self.shared.control[self.index].data

@@ -171,7 +171,8 @@ def make_sample(script: ModuleType, batch_size: int = 16, seed: int = 0, **value
 
 def make_batch(script: ModuleType, **tensors: torch.Tensor) -> Any:
     """The script's Batch of these tensors; those that it has besides, of a copy's own, are zeros."""
-    return script.Batch(**{name: tensors.get(name, torch.zeros(len(tensors["obs"]))) for name in script.Batch._fields})
+    zeros = torch.zeros(len(tensors["obs"]))
+    return script.Batch(**{name: tensors.get(name, zeros) for name in script.Batch._fields})
 
 
 def column(*numbers: float) -> torch.Tensor:
@@ -261,8 +262,8 @@ def rows(logdir: Path) -> int:
 
 
 def spy(monkeypatch: pytest.MonkeyPatch, module: Any, name: str) -> list[tuple[tuple[Any, ...], Any]]:
-    """(arguments, result) of every call of a function of the script, which goes on to work as before. Tensors among
-    them are copied, for the script goes on to change its weights in place."""
+    """(arguments, result) of every call of a function of the script, which goes on to work as before. Keyword arguments
+    come last, by value alone. Tensors are copied, for the script goes on to change its weights in place."""
     calls: list[tuple[tuple[Any, ...], Any]] = []
     original = getattr(module, name)
 

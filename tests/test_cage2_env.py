@@ -239,8 +239,11 @@ def test_bad_input_gets_a_sentence_and_changes_nothing(method: str, kwargs: dict
     env = begun(2, "b_line")
     env.step(SLEEP)
     before = env.get_state()
-    step = lambda actions=SLEEP, draws=None: env.step(np.array(actions), draws)  # noqa: E731
-    calls: dict[str, Callable[..., Any]] = {"make": Cage2VecEnv, "reset": env.reset, "step": step}
+    calls: dict[str, Callable[..., Any]] = {
+        "make": Cage2VecEnv,
+        "reset": env.reset,
+        "step": lambda actions=SLEEP, draws=None: env.step(np.array(actions), draws),
+    }
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         calls[method](**kwargs)
     assert str(error.value).count("\n") == 0

@@ -474,7 +474,7 @@ def test_no_worker_outlives_a_parent_that_is_killed(context: str, doing: str) ->
     process.communicate(timeout=10)  # none of its children holds its output open
 
 
-def test_signals_to_the_group_are_the_parents_to_handle_and_a_script_that_forgets_to_close_ends() -> None:
+def test_signals_to_all_processes_are_the_parents_to_handle_and_a_script_that_forgets_to_close_ends() -> None:
     body = (
         "seen = []\n"
         "for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):\n"
