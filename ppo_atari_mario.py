@@ -89,9 +89,9 @@ class EnvironmentArgs:
     show_buttons: bool = True  # Mario: paint the held buttons into the picture, since a held jump does not jump again
     reward: Literal["shaped", "landed", "flag1000"] = "shaped"  # Mario's: ground, less time and death (envs/mario.py)
     stuck_steps: int = 150  # Mario: steps without new ground after which the episode ends like a death; 0: never
-    noop_max: int = 30  # up to so many frames of waiting first, at random: else all episodes of a policy are one
-    sticky_action_probability: float = 0.25  # that a frame keeps the last one's buttons: no list of moves will do
-    sign_reward: bool = False  # learn from the sign of each reward; what is reported are points
+    noop_max: int = 30  # up to so many no-op frames after a reset (Mnih et al. 2015): episodes begin differently
+    sticky_action_probability: float = 0.25  # that a frame keeps the last buttons (Machado et al. 2018)
+    sign_reward: bool = False  # reward clipping: learn from the sign of each reward; what is reported are points
     episodic_life: bool = False  # Atari: the loss of a life ends the learner's episode, though the game goes on
 
 
@@ -102,7 +102,7 @@ class PPOArgs:
     lr_decay: Literal["linear", "exponential", "none"] = "linear"  # to 0, to a hundredth, or constant
     gamma: float = 0.95  # discount per step: looks 20 steps ahead, 1.3 s, about what a jump takes
     gae_lambda: float = 0.95  # lambda of generalised advantage estimation: 0 trusts the critic, 1 the sampled return
-    num_minibatches: int = 32  # minibatches of an epoch; must divide N*T
+    num_minibatches: int = 32  # minibatches of an epoch; must divide N*T and be a multiple of --minibatch-growth
     minibatch_growth: int = 4  # factor on the size of minibatches while over 80 % of training episodes reach the flag
     update_epochs: int = 4  # passes over each batch
     norm_adv: Literal["minibatch", "batch", "per_env", "none"] = "minibatch"  # what advantages are normalised over
@@ -138,7 +138,7 @@ def check_ranges(args: Any) -> None:
         for name in names.split():
             values: Any = getattr(args, name, None)
             within = all(x is None or low <= x <= high for x in (values if np.iterable(values) else [values]))
-            require(within, f"--{name.replace('_', '-')} must be from {low:g} to {high:g}, not {values}.")
+            require(within, f"--{name.replace('_', '-')} must be from {low:.10g} to {high:.10g}, not {values}.")
 
 
 @dataclass
@@ -154,8 +154,8 @@ class Args(PPOArgs, EnvironmentArgs, RunArgs):
         require(self.logdir or not self.resume, "--resume needs --logdir, the folder of the run to continue.")
         devices = ["cpu", *(name for n in range(torch.cuda.device_count()) for name in ("cuda", f"cuda:{n}"))]
         require(self.device in devices, f"--device {self.device} is not available here, only {', '.join(devices)}.")
-        growth = self.minibatch_growth
-        require(minibatches % growth == 0, f"--minibatch-growth {growth} does not divide {minibatches} minibatches.")
+        growth = f"--minibatch-growth {self.minibatch_growth}"
+        require(minibatches % self.minibatch_growth == 0, f"{growth} does not divide --num-minibatches {minibatches}.")
         is_game = self.env_id.startswith(("Mario-", "ALE/")) and ":" not in self.env_id
         require(is_game, f"There is no {self.env_id}: try Mario-1-1, Mario-1-1,2-1, Mario-random or ALE/Breakout-v5.")
         self.game = " ".join(str(getattr(self, name)) for name in GAME)
@@ -234,14 +234,14 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16), for each environment on its own.
 
     All tensors are (num_steps, num_envs). Step t of environment n led, with reward `rewards[t, n]`, from a state of
-    value `values[t, n]` to a state of value `next_values[t, n]`: where a time limit cut the episode, its final state's,
-    never the reset one's; where it terminated, any number will do. Returns (advantages, returns: the critic's targets).
+    value `values[t, n]` to one of value `next_values[t, n]`: at a time limit that of the final observation, not of the
+    one after the reset; where it terminated, any number will do. Returns (advantages, returns: the critic's targets).
 
         delta_t = r_t + gamma V(s_{t+1}) (1 - terminated_t) - V(s_t)
         A_t     = delta_t + gamma lambda (1 - ended_t) A_{t+1},     R_t = A_t + V(s_t)
 
-    A terminated episode has no future: V(s_{t+1}) is dropped. One that a time limit or the rollout's end cut has: there
-    V(s_{t+1}) counts (Pardo et al. 2018). However it ended, the recursion stops: the next row is another episode's.
+    A terminated episode has no future: V(s_{t+1}) is dropped. A time limit or the end of the rollout only cuts it off:
+    V(s_{t+1}) counts (Pardo et al. 2018). Either end of an episode stops the recursion: the next row is another's.
     """
     deltas = rewards + gamma * next_values * terminations.logical_not() - values
     decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not().to(deltas.dtype)
@@ -405,8 +405,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
     if checkpoint:
         load_policy(checkpoint, agent)
-        own = {name: x for name, x in checkpoint["args"].items() if name in ("backend", "shared_cnn")}  # not in shapes
-        require(all(getattr(args, name) == x for name, x in own.items()), f"The checkpoint needs its own flags: {own}.")
+        own = {x: checkpoint["args"][x] for x in ("backend", "shared_cnn") if getattr(args, x) != checkpoint["args"][x]}
+        require(not own, f"The checkpoint needs its own flags: {own}.")  # which the shapes of its weights do not show
     weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # one vector: Adam then takes few operations
     nn.utils.vector_to_parameters(weights, agent.parameters())  # views of it: what changes `weights` changes the agent
     adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": weights.new_zeros(())}

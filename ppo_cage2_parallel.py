@@ -136,7 +136,7 @@ def check_ranges(args: Any) -> None:
         for name in names.split():
             values: Any = getattr(args, name, None)
             within = all(x is None or low <= x <= high for x in (values if np.iterable(values) else [values]))
-            require(within, f"--{name.replace('_', '-')} must be from {low:g} to {high:g}, not {values}.")
+            require(within, f"--{name.replace('_', '-')} must be from {low:.10g} to {high:.10g}, not {values}.")
 
 
 @dataclass
@@ -245,14 +245,14 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
     """Generalised advantage estimation (Schulman et al. 2016, eq. 16), for each environment on its own.
 
     All tensors are (num_steps, num_envs). Step t of environment n led, with reward `rewards[t, n]`, from a state of
-    value `values[t, n]` to a state of value `next_values[t, n]`: where a time limit cut the episode, its final state's,
-    never the reset one's; where it terminated, any number will do. Returns (advantages, returns: the critic's targets).
+    value `values[t, n]` to one of value `next_values[t, n]`: at a time limit that of the final observation, not of the
+    one after the reset; where it terminated, any number will do. Returns (advantages, returns: the critic's targets).
 
         delta_t = r_t + gamma V(s_{t+1}) (1 - terminated_t) - V(s_t)
         A_t     = delta_t + gamma lambda (1 - ended_t) A_{t+1},     R_t = A_t + V(s_t)
 
-    A terminated episode has no future: V(s_{t+1}) is dropped. One that a time limit or the rollout's end cut has: there
-    V(s_{t+1}) counts (Pardo et al. 2018). However it ended, the recursion stops: the next row is another episode's.
+    A terminated episode has no future: V(s_{t+1}) is dropped. A time limit or the end of the rollout only cuts it off:
+    V(s_{t+1}) counts (Pardo et al. 2018). Either end of an episode stops the recursion: the next row is another's.
     """
     deltas = rewards + gamma * next_values * terminations.logical_not() - values
     decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not().to(deltas.dtype)
