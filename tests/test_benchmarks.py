@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -164,7 +165,16 @@ def test_statistics_against_known_values() -> None:
     # resamples of (0, 1) have means 0, 1/2, 1 with probabilities 1/4, 1/2, 1/4: the 2.5 % points are 0 and 1
     assert learning.interval(np.array([0.0, 1.0])) == (0, 1)
     assert learning.interval(np.array([3.0])) is None
-    assert learning.cells_of(np.array([1.0, 3.0])) == ["1, 3", "2 ± 1.41", "2 (1 to 3)"]
+    assert learning.cells_of(np.array([1.0, 2, 6, 100, -5])) == ["1, 2, 6, 100.0, -5", "20.8 ± 44.4", "3 (-3 to 68.7)"]
+
+
+@pytest.mark.parametrize("name", ["mujoco_learning_1000k", "mujoco_learning_3000k", "mario_learning", "cage2_learning"])
+def test_a_stored_page_is_what_its_runs_give(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(ROOT / f"results/{name}.json", tmp_path)
+    monkeypatch.setattr(common, "RESULTS", tmp_path)
+    learning.report(name, learning.SUITES[name.partition("_")[0]], [], False)
+    made, stored = ((folder / f"{name}.md").read_text() for folder in (tmp_path, ROOT / "results"))
+    assert re.findall(r"^\|.*", made, re.MULTILINE) == re.findall(r"^\|.*", stored, re.MULTILINE)
 
 
 def test_intervals_cover_the_truth_about_as_often_as_they_say() -> None:

@@ -162,7 +162,6 @@ def test_the_sample_covers_both_versions_and_fits_the_repository() -> None:
 
 
 # ---- would it notice a wrong rule? ----------------------------------------------------------------------------------
-
 # Each mutant changes one rule, and the sample of recordings must catch it. Mutants are the package's own source with
 # one line changed, run as plain Python (compiling each would take seconds).
 MODULES = ("scenario", "state", "rules", "red_agents", "outcome", "simulator")  # in order of their imports
@@ -287,7 +286,6 @@ def test_replay_sees_a_wrong_chance(monkeypatch: pytest.MonkeyPatch, table: str,
 
 
 # ---- free-running statistics ----------------------------------------------------------------------------------------
-
 EPISODES = 4000
 
 REDUCED = [0, *(block + host for block in (2, 15, 132) for host in REDUCED_HOSTS)]

@@ -174,7 +174,6 @@ def test_tags_in_the_script_and_bold_names_in_the_table_are_the_same(column: int
 
 
 # ---- commands -------------------------------------------------------------------------------------------------------
-
 PROGRAMS = "python|pytest|make|torchrun|cp|diff|pip|tensorboard"
 COPIES = {"my_copy.py", "my_idea.py"}  # of the first script, as the pages call them
 

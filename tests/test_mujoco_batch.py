@@ -54,7 +54,6 @@ class Actions:
 
 
 # ---- the same numbers -----------------------------------------------------------------------------------------------
-
 OPTIONS: list[tuple[str, dict[str, Any]]] = [
     ("HalfCheetah-v5", {"exclude_current_positions_from_observation": False, "ctrl_cost_weight": 1}),
     ("HalfCheetah-v5", {"frame_skip": 3, "forward_reward_weight": 2, "reset_noise_scale": 0.3}),
@@ -251,7 +250,6 @@ def test_only_what_gymnasium_makes_is_plain_and_a_batch_like_it_computes_the_sam
 
 
 # ---- mistakes and faults --------------------------------------------------------------------------------------------
-
 WRONG: list[tuple[Any, str]] = [
     (lambda: MujocoBatchVecEnv("HalfCheeta-v5", 2), "the closest is 'HalfCheetah-v5'"),
     (lambda: MujocoBatchVecEnv("CartPole-v1", 2), "is none of Ant-v5"),
@@ -306,7 +304,6 @@ def test_close_and_garbage_collection_end_the_threads() -> None:
 
 
 # ---- in a process of its own ----------------------------------------------------------------------------------------
-
 QUIET = """
 import gymnasium as gym, numpy as np
 from functools import partial

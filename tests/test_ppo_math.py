@@ -67,7 +67,6 @@ def table_loss(
 
 
 # ---- advantages -----------------------------------------------------------------------------------------------------
-
 # Rewards and values 1, 2, 3; gamma = 0.5, lambda = 0.5, so gamma lambda = 0.25. The rollout ends in a state of value 4.
 #   delta_2 = 3 + 0.5*4 - 3 = 2.0        A_2 = 2.0
 #   delta_1 = 2 + 0.5*3 - 2 = 1.5        A_1 = 1.5 + 0.25*2.0 = 2.0

@@ -185,7 +185,6 @@ def test_what_is_left_would_be_seen() -> None:
 
 
 # ---- faults of one environment ----------------------------------------------------------------------------------
-
 # How a fault is noticed does not depend on how the worker was started: elsewhere a fault of each nature will do.
 CASES = [
     *[("fork", place, kind) for place in ("constructor", "reset", "step") for kind in FAULTS],

@@ -145,7 +145,6 @@ def assert_same(first: Any, second: Any) -> None:
 
 
 # ---- the same as SyncVectorEnv ----------------------------------------------------------------------------------
-
 HALF_CHEETAH = partial(gym.make, "HalfCheetah-v5", max_episode_steps=7)
 ENVS = [partial(gym.make, "CartPole-v1"), HALF_CHEETAH, NoiseEnv, InfoEnv]
 
