@@ -89,8 +89,8 @@ class EnvironmentArgs:
     show_buttons: bool = True  # Mario: paint the held buttons into the picture, since a held jump does not jump again
     reward: Literal["shaped", "landed", "flag1000"] = "shaped"  # Mario's: ground, less time and death (envs/mario.py)
     stuck_steps: int = 150  # Mario: steps without new ground after which the episode ends like a death; 0: never
-    noop_max: int = 30  # up to so many no-op frames after a reset (Mnih et al. 2015): episodes begin differently
-    sticky_action_probability: float = 0.25  # that a frame keeps the last buttons (Machado et al. 2018)
+    noop_max: int = 30  # a random number of no-op frames after a reset, up to this (Mnih et al. 2015)
+    sticky_action_probability: float = 0.25  # that a frame keeps the last one's buttons (Machado et al. 2018)
     sign_reward: bool = False  # reward clipping: learn from the sign of each reward; what is reported are points
     episodic_life: bool = False  # Atari: the loss of a life ends the learner's episode, though the game goes on
 
@@ -240,8 +240,8 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
         delta_t = r_t + gamma V(s_{t+1}) (1 - terminated_t) - V(s_t)
         A_t     = delta_t + gamma lambda (1 - ended_t) A_{t+1},     R_t = A_t + V(s_t)
 
-    A terminated episode has no future: V(s_{t+1}) is dropped. A time limit or the end of the rollout only cuts it off:
-    V(s_{t+1}) counts (Pardo et al. 2018). Either end of an episode stops the recursion: the next row is another's.
+    A terminated episode has no future: V(s_{t+1}) is dropped. A time limit or the rollout's end only interrupts one:
+    V(s_{t+1}) counts (Pardo et al. 2018). Termination and time limit stop the recursion: the next row is a new episode.
     """
     deltas = rewards + gamma * next_values * terminations.logical_not() - values
     decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not().to(deltas.dtype)
@@ -405,8 +405,8 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
             print(f"--{name.replace('_', '-')} is {getattr(args, name)} from now on; it was {value}.")
     if checkpoint:
         load_policy(checkpoint, agent)
-        own = {x: checkpoint["args"][x] for x in ("backend", "shared_cnn") if getattr(args, x) != checkpoint["args"][x]}
-        require(not own, f"The checkpoint needs its own flags: {own}.")  # which the shapes of its weights do not show
+        own = {x: y for x, y in checkpoint["args"].items() if x in ("backend", "shared_cnn") and getattr(args, x) != y}
+        require(not own, f"The checkpoint needs its own flags: {own}.")  # the shapes of its weights do not show these
     weights = nn.utils.parameters_to_vector(agent.parameters()).detach()  # one vector: Adam then takes few operations
     nn.utils.vector_to_parameters(weights, agent.parameters())  # views of it: what changes `weights` changes the agent
     adam = {"mean": torch.zeros_like(weights), "square": torch.zeros_like(weights), "step": weights.new_zeros(())}

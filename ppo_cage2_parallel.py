@@ -251,8 +251,8 @@ def compute_gae(rewards, values, next_values, terminations, truncations, gamma, 
         delta_t = r_t + gamma V(s_{t+1}) (1 - terminated_t) - V(s_t)
         A_t     = delta_t + gamma lambda (1 - ended_t) A_{t+1},     R_t = A_t + V(s_t)
 
-    A terminated episode has no future: V(s_{t+1}) is dropped. A time limit or the end of the rollout only cuts it off:
-    V(s_{t+1}) counts (Pardo et al. 2018). Either end of an episode stops the recursion: the next row is another's.
+    A terminated episode has no future: V(s_{t+1}) is dropped. A time limit or the rollout's end only interrupts one:
+    V(s_{t+1}) counts (Pardo et al. 2018). Termination and time limit stop the recursion: the next row is a new episode.
     """
     deltas = rewards + gamma * next_values * terminations.logical_not() - values
     decay = gamma * gae_lambda * terminations.logical_or(truncations).logical_not().to(deltas.dtype)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from envs.mario import available_backends
 from tests.conftest import ROOT, load_script, python
 
 BENCHMARKS = re.findall(r"^BENCHMARKS := (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)[0].split()
+PAGES = ("mujoco_learning_1000k", "mujoco_learning_3000k", "mario_learning", "cage2_learning", "continuing")
 CHECKPOINTS = sorted(ROOT.glob("zoo/*.pt"))
 
 
@@ -165,12 +165,13 @@ def test_statistics_against_known_values() -> None:
     # resamples of (0, 1) have means 0, 1/2, 1 with probabilities 1/4, 1/2, 1/4: the 2.5 % points are 0 and 1
     assert learning.interval(np.array([0.0, 1.0])) == (0, 1)
     assert learning.interval(np.array([3.0])) is None
+    assert learning.cells_of(np.array([1.0, 3.0])) == ["1, 3", "2 ± 1.41", "2 (1 to 3)"]
     assert learning.cells_of(np.array([1.0, 2, 6, 100, -5])) == ["1, 2, 6, 100.0, -5", "20.8 ± 44.4", "3 (-3 to 68.7)"]
 
 
-@pytest.mark.parametrize("name", ["mujoco_learning_1000k", "mujoco_learning_3000k", "mario_learning", "cage2_learning"])
+@pytest.mark.parametrize("name", PAGES)
 def test_a_stored_page_is_what_its_runs_give(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shutil.copy(ROOT / f"results/{name}.json", tmp_path)
+    (tmp_path / f"{name}.json").write_bytes((ROOT / f"results/{name}.json").read_bytes())
     monkeypatch.setattr(common, "RESULTS", tmp_path)
     learning.report(name, learning.SUITES[name.partition("_")[0]], [], False)
     made, stored = ((folder / f"{name}.md").read_text() for folder in (tmp_path, ROOT / "results"))

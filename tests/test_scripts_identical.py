@@ -81,9 +81,8 @@ def test_the_updates_of_the_loops_are_one_text() -> None:
         section = text[text.index("# --- update") : text.index("# --- evaluate")]
         for ours, common in own.items():
             section = section.replace(ours, common)
-        sections.append(
-            [line for line in section.splitlines() if not re.search("set_num_threads|minibatch_updates", line)]
-        )
+        lines = [line for line in section.splitlines() if not re.search("set_num_threads|minibatch_updates", line)]
+        sections.append(lines)
     assert sections[0] == sections[1] == sections[2]
 
 
