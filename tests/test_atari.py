@@ -72,8 +72,7 @@ def test_a_frame_is_the_brightest_of_the_last_two_of_four_grey_ones_at_84_by_84(
             screens.append(screen)
             total -= reward
         pictures.append(cv2.resize(np.maximum(*screens[2:]), (84, 84), interpolation=cv2.INTER_AREA))
-        expected = [pictures[max(0, step - 3 + i)] for i in range(4)]  # the oldest first
-        np.testing.assert_array_equal(obs, expected)
+        np.testing.assert_array_equal(obs, [pictures[max(0, step - 3 + i)] for i in range(4)])  # the oldest first
     assert total == 0
     assert len({picture.tobytes() for picture in pictures}) > 4  # something moved
 

@@ -39,8 +39,7 @@ class FakeCybORG:
         scenarios_built.append((path, mode, {side: agent.__name__ for side, agent in agents.items()}))
         names = {"B_lineAgent": "b_line", "RedMeanderAgent": "meander", "SleepAgent": "sleep"}
         self.game = Cage2Env(names[agents["Red"].__name__], green="Green" in agents)
-        state = SimpleNamespace(sessions={"Red": {}})
-        self.environment_controller = SimpleNamespace(state=state)
+        self.environment_controller = SimpleNamespace(state=SimpleNamespace(sessions={"Red": {}}))
 
     def write_sessions(self, info: dict[str, Any]) -> None:
         """Red's session table as CybORG keeps it: by number, session 0 being the foothold."""

@@ -161,8 +161,7 @@ def test_an_episode_begins_with_a_reset_and_ends_with_the_only_info(backend: str
     with pytest.raises(ResetNeeded, match="call reset"):
         env.step(NOOP)
     assert_same(env.reset(seed=0)[0], first)
-    again = begin("1-1", backend, max_episode_steps=5, stuck_steps=5)
-    steps = play(again, [NOOP] * 10 + [RUN] * 10)
+    steps = play(begin("1-1", backend, max_episode_steps=5, stuck_steps=5), [NOOP] * 10 + [RUN] * 10)
     assert_same(steps[5:10] + steps[15:], steps[:5] + steps[10:15])
     env.close()
     env.close()

@@ -218,8 +218,7 @@ def test_a_flag_is_success_in_training_evaluation_and_play(
     monkeypatch.setattr(MarioGame, "frame", lambda game, buttons: (False, True, False))  # a flag in every frame
     logdir = tmp_path / "run"
     mario.train(tiny_args(mario, logdir, noop_max=0, total_timesteps=16, backend="auto"))
-    progress = columns(logdir)
-    assert [progress[f"{kind}/success_rate"] for kind in ("rollout", "eval", "eval_sampled")] == [[1]] * 3
+    assert [columns(logdir)[f"{kind}/success_rate"] for kind in ("rollout", "eval", "eval_sampled")] == [[1]] * 3
     assert mario.load(logdir / "latest.pt")["args"]["backend"] in ("nes_py", "fceumm")
     calls = spy(monkeypatch, mario, "evaluate")
     mario.play(mario.PlayArgs(logdir=str(logdir), episodes=2, seed=7, stochastic=True))
