@@ -60,7 +60,7 @@ class RunArgs:
     seed: int = 1  # seed of networks, sampling and environments (environment n gets seed + n)
     total_timesteps: int = 20_000_000  # environment steps of the whole run, rounded down to whole batches
     logdir: str | None = None  # run folder; default runs/{env_id}__{script}__{seed}__{time}
-    resume: bool = False  # continue the run in --logdir, with its arguments; flags given now win (seed and task stay)
+    resume: bool = False  # continue the run in --logdir with its arguments; flags win, but seed, game and network stay
     init_from: str | None = None  # checkpoint whose networks the run starts from
     device: str = "cpu"  # torch device: cpu, cuda, cuda:1 (an H100 trains 3.8 times as fast as one CPU thread)
     torch_threads: int = 1  # CPU threads of torch: on two idle cores, 2 train 1.5 times as fast as 1
@@ -88,8 +88,8 @@ class EnvironmentArgs:
     reward_scale: float = 0.1  # rewards are multiplied by this for learning; reports show the game's own
     workflow: str | None = None  # order of repairs told to Blue: defender,enterprise,op_server,op_host,user, or any
     alignment: float = 30.0  # w in the reward w (c_t - c_{t-1}); c_t: share of judged fixes so far that kept the order
-    # End the run when the mean compliance over environments, each over its last 5 episodes, reaches this, and a later
-    # evaluation than the first does too, its return at most a standard error below the first's; None: never.
+    # End the run when training's compliance (mean over environments, of each its last 5 episodes) reaches this and then
+    # an evaluation, not the run's first, does too, its return at most a standard error below the first's; None: never.
     compliance_threshold: float | None = None
     min_episodes: int = 10  # episodes of each environment before such an end
 
@@ -197,7 +197,7 @@ def mlp(sizes: list[int], output_gain: float) -> nn.Sequential:
 
 class Categorical:
     """A distribution over actions from logits (batch, num_actions), as torch's of this name, but several times as fast:
-    it samples by Gumbel noise (Gumbel 1954; Maddison et al. 2014), and normalises only where that is asked for."""
+    it samples by the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014), and normalises only where asked to."""
 
     def __init__(self, logits: Tensor) -> None:
         self.logits = logits
@@ -333,7 +333,7 @@ def take_steps(agent: Agent, args: Args, weights: Tensor, adam: Any, minibatches
 
 
 def log_probs_and_values(agent: Agent, obs: Tensor, actions: Tensor) -> tuple[Tensor, Tensor]:
-    """log pi(a|s) and V(s) of a rollout, (num_steps, num_envs) each: one pass gives what num_steps small ones would."""
+    """log pi(a|s) and V(s), (num_steps, num_envs) each, in one pass; obs are (num_steps, num_envs, obs_dim)."""
     policy, values = agent(obs.flatten(0, 1))
     return policy.log_prob(actions.flatten(0, 1)).view_as(actions), values.view_as(actions)
 
@@ -365,8 +365,8 @@ def make_envs(args: Args, num_envs: int, render_mode: str | None = None) -> Any:
 
 @torch.no_grad()
 def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool = True) -> tuple[np.ndarray, ...]:
-    """Play an episode in each of `vec_env`, the i-th from seed + i. Returns rewards (num_steps, num_envs), lengths
-    (num_envs,) and, with a workflow, fixes by verdict (num_envs, 4)."""
+    """Play an episode in each of `vec_env`, the i-th from seed + i. Returns rewards (num_steps, num_envs), 0 after an
+    episode's end, lengths (num_envs,) and fixes by verdict (num_envs, 4), 0 without a workflow."""
     table, lengths = np.zeros((0, vec_env.num_envs)), np.zeros(vec_env.num_envs, dtype=int)
     fixes = np.zeros((vec_env.num_envs, len(VERDICTS)), dtype=int)
     running = np.ones(vec_env.num_envs, dtype=bool)  # only the first episode of each environment counts
@@ -385,7 +385,7 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
 
 def score(agent: Agent, args: Args, num_episodes: int, seed: int = 10_000) -> dict[str, float]:
     """Mean returns of the first 30, 50 and 100 steps (and of all) against each red agent; "score", their sum (-54.57
-    won the challenge); more: see envs/cage2/scores.py. Actions are deterministic, seeds other for each red agent."""
+    won the challenge); more: see envs/cage2/scores.py. Actions are deterministic, seeds differ by red agent."""
     episodes = {}
     for i, red_agent in enumerate(args.red_agents):
         with contextlib.closing(make_envs(replace(args, red_agent=red_agent), num_episodes)) as vec_env:
@@ -642,8 +642,8 @@ class SearchArgs:
     gp_beta: float | None = 4.0  # next: the order of largest mean + sqrt(beta) std; None: a fifth of Srinivas' schedule
     gp_scale: float = 0.2  # lambda of the Mallows kernel: at 0.2, orders that differ in 3 pairs correlate by 0.55
     judge_episodes: int = 1000  # episodes against each red agent that an order is judged by, the same for all orders
-    shared_timesteps: int = 5_000_000  # steps, 25,600 or more, of the policy that each starts from (--workflow any)
-    fresh_policy_per_order: bool = False  # start each order's from random weights (they like --learning-rate 0.002)
+    shared_timesteps: int = 5_000_000  # total timesteps, 256 x --num-steps or more, of the policy that all start from
+    fresh_policy_per_order: bool = False  # begin each order with random weights instead; add --learning-rate 0.002
 
 
 ROW = "{workflow}: return {mean_return:.2f} +- {standard_error:.2f}, compliance {compliance:.3f}, strict "
@@ -653,10 +653,10 @@ ROW += "{strict_compliance:.3f}, confirmed: {confirmed}"  # of the table of orde
 def search(options: SearchArgs, args: Args, signals: list[int] | None = None) -> list[dict[str, Any]]:
     """Search for the workflow of the largest return: GP-UCB over all 120 orders, a policy trained for each order tried.
 
-    The flags of training (see --help without search) change the preset search, by which each order is trained.
-    --init-from names a policy to start all orders from, else one is trained first. The folder (--logdir, default
-    runs/search__{red agent}__{seed}) gets history.json and a run folder for each order. A search that was stopped or
-    killed, be it in the middle of an order's training, goes on by the same command, and so does one with more orders.
+    Flags of training (see --help without search) change the preset search, by which each order is trained. --red-agent
+    and flags that the preset does not set also change the shared policy, trained first if --init-from names none. The
+    folder (--logdir, default runs/search__{red agent}__{seed}) gets history.json and a run folder for each order. A
+    search that was stopped or killed, even within a training, goes on by the same command, also with more orders.
     """
     check_ranges(options)
     has_one_start = not (args.init_from and options.fresh_policy_per_order)

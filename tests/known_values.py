@@ -78,9 +78,7 @@ class TargetEnv(SmallEnv):
 class PoisonEnv(SmallEnv):
     """Fine until its step number `at`, then `what` ("reward" or "obs") is `value`, if its seed is 3."""
 
-    def __init__(
-        self, what: str = "reward", value: float = np.nan, at: int = 20, render_mode: str | None = None
-    ) -> None:
+    def __init__(self, what: str = "reward", value: float = np.nan, at: int = 20, render_mode: Any = None) -> None:
         super().__init__(obs_dim=2, render_mode=render_mode)
         self.what, self.value, self.at, self.poisoned = what, value, at, False
 

@@ -149,12 +149,15 @@ def test_constructor_seed_and_reset_seed_agree_and_later_resets_go_on() -> None:
     actions = random_actions(30, 2)
     once = rollout(first, actions)
     assert_same(once, rollout(second, actions))
+    first.reset(seed=4)
+    assert_same(rollout(first, actions), once)
     first.reset()
     assert any((a[3] != b[3]).any() for a, b in zip(rollout(first, actions), once, strict=True))
     first.reset(seed=[None, 9])
     assert first.np_random_seed == (4, 9)
     first.set_state(first.get_state())
     assert first.np_random_seed == (-1, -1)
+    assert Cage2VecEnv(2).np_random_seed != Cage2VecEnv(2).np_random_seed
 
 
 @pytest.mark.parametrize("red_agent", [*RED_AGENTS, MIXTURE])
@@ -263,6 +266,7 @@ def test_what_does_not_fit_or_is_outside_an_episode_is_refused() -> None:
         with pytest.raises(ValueError, match="render_mode="):
             env.render()
     ended.step(0)
+    ended.set_state(ended.get_state())
     restored.set_state(many.get_state())
     single.set_state(Cage2VecEnv(1).get_state())  # of a game that has not begun
     for env, action in ((single, 0), (ended, 0), (many, SLEEP), (restored, SLEEP)):
@@ -310,6 +314,7 @@ def test_no_sequence_of_actions_breaks_the_invariants(batch: dict[str, Any], see
         any_session = state["red_sessions"].sum(axis=2) > 0
         np.testing.assert_array_equal(state["red_access"], np.where(privileged, 2, any_session))
         assert infos == {} or truncations.any()
+        np.testing.assert_array_equal(state["clearable"], state["red_sessions"].sum(axis=2) > (np.arange(13) == USER0))
 
 
 def test_an_environment_is_small_and_stepping_is_fast() -> None:
@@ -345,10 +350,10 @@ def test_an_edited_rule_is_compiled_anew(tmp_path: Path) -> None:
 
 def test_text_rendering_names_what_happened() -> None:
     env = begun_single("b_line", render_mode="ansi")
-    assert "reward 0.0, return 0.0" in env.render()
-    for action in [51] + [0] * 30:
-        env.step(action)
+    assert "reward 0.0, return 0.0\nBlue: Sleep\nRed:  Sleep\n" in env.render()
+    total = sum(env.step(action)[1] for action in [51] + [0] * 30)
     text = env.render()
+    assert f", return {total:.1f}\n" in text
     assert text.startswith("Step 31 of 100, red agent b_line, reward -1")
     assert "Red:  Impact Op_Server0" in text
     assert re.search(r"User2 +User +\w+ +\w+ +\w+ +Femitter", text)

@@ -263,6 +263,7 @@ def test_replay_catches_a_wrong_rule(rule: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
 def test_the_unchanged_rules_pass_as_plain_python() -> None:
+    assert {f"{name}.py" for name in MODULES} == {*cage2.simulator._RULE_FILES}  # what an edit compiles anew
     counts = replay(SAMPLE / "meander_green_react.npz", load_as_python(), episodes=2)
     assert all(compared > 0 for array, (compared, _) in counts.items() if array != "red_stage")
     assert all(wrong == 0 for _, wrong in counts.values())
@@ -321,9 +322,7 @@ head sleep nogreen reduced     -5.01 0.18  -8.36 0.25  -16.92 0.38
 head sleep green random        -2.47 0.15  -4.17 0.18  -8.64 0.27
 head sleep green reduced       -5.01 0.21  -8.79 0.27  -17.41 0.40
 """
-CELLS = {
-    tuple(words[:4]): np.array(words[4:], float).reshape(3, 2) for words in map(str.split, REAL.strip().splitlines())
-}
+CELLS = {tuple(row[:4]): np.array(row[4:], float).reshape(3, 2) for row in map(str.split, REAL.strip().splitlines())}
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=" ".join)

@@ -36,6 +36,7 @@ def test_the_documents_preset_has_its_sizes(cage2: ModuleType) -> None:
     assert (args.update_epochs, args.num_minibatches, args.hidden_sizes) == (4, 1, (64, 64))
     assert (args.learning_rate, args.gamma, args.clip_coef, args.ent_coef) == (0.002, 0.99, 0.2, 0.01)
     assert args.total_timesteps == 1250 * 100  # episodes of 100 steps
+    assert (cage2.preset("head").version, cage2.preset("search").red_agent) == ("head", "meander")
     vec_env = cage2.make_envs(cage2.preset("workflow25", workflow=None, compliance_threshold=None), 2)
     assert vec_env.single_observation_space.shape == (52,)
     assert vec_env.single_action_space.n == 145
@@ -50,6 +51,7 @@ def test_actions_are_four_verbs_on_nine_hosts_or_the_games_own(cage2: ModuleType
     first_decoys = {host: verb for verb, host in (name.split() for name in names[27:])}
     assert list(first_decoys) == hosts
     assert all(verb.startswith("Decoy") for verb in first_decoys.values())
+    assert [DECOYS[d].name for host, d in DECOY_SLOTS if host == 10] == ["Femitter", "Tomcat", "Apache", "SSHD"]
     # against Red's favourite: the openings of the challenge's winner, actions 51 and 55
     assert (first_decoys["User2"], first_decoys["Enterprise0"]) == ("DecoyFemitter", "DecoyHarakaSMPT")
     vec_env = cage2.make_envs(cage2.Args(actions="full"), 145)
@@ -200,6 +202,7 @@ def test_a_finite_horizon_terminates_and_shows_the_time(cage2: ModuleType, tmp_p
     lost.reset(seed=0)
     os.kill(games.env._pool.workers[0].process.pid, signal.SIGKILL)
     assert [x.tolist() for x in lost.step(np.zeros(2, int))[2:4]] == [[False, False], [True, False]]
+    assert lost.steps.tolist() == [0, 1]
     lost.close()
 
 
@@ -211,6 +214,7 @@ def test_cells_equal_separate_shorter_episodes(cage2: ModuleType, monkeypatch: p
     calls = spy(monkeypatch, cage2, "evaluate")
     long = cage2.score(agent, args, 5)
     assert [seed for (_, _, seed), _ in calls] == [10_000, 10_005, 10_010]
+    assert [{*env.unwrapped.true_state()["red_agent"].tolist()} for (_, env, _), _ in calls] == [{0}, {1}, {2}]
     cells = [f"{red}_{h}" for red in ("b_line", "meander", "sleep") for h in (30, 50, 100)]
     assert set(cells) <= long.keys()
     assert long["score"] == pytest.approx(sum(long[cell] for cell in cells))

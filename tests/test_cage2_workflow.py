@@ -54,7 +54,7 @@ def plain_reading(action: int, clearable: np.ndarray, order: int) -> list[str]:
     """The verdicts on an action where these hosts can be cleaned, by the words of the definition."""
     verb, _, host = ACTION_NAMES[action].partition(" ")
     types = workflow.ORDERS[order]
-    # red's foothold on User0 never ends: it is nothing to repair
+    # red's sessions on User0 cost nothing: they are nothing to repair
     sick = {type_of(name) for name, bad in zip(HOSTS, clearable, strict=True) if bad and name != "User0"}
     if verb not in ("Remove", "Restore"):
         return []
@@ -136,7 +136,7 @@ def test_the_stop_on_the_documents_example_of_25_environments_and_at_its_edges()
     assert stops([counts(1.0), *[nothing] * 4], [nothing] * 5)
     assert not stops([nothing] * 5, threshold=0.0)
     # environments count alike, however many fixes they made: (1 + 0.5) / 2
-    two = [counts(1.0, 1000)] * 5, [counts(0.5, 2)] * 5
+    two = [counts(1.0, 1000)] * 5, [counts(1.0, 9), counts(0.0, 2), *[nothing] * 3]
     assert not stops(*two, threshold=0.76)
     assert stops(*two, threshold=0.75)
 
@@ -162,6 +162,8 @@ def test_alignment_telescopes_to_lambda_times_the_last_compliance(cage2: ModuleT
         compliant, _, judged, _ = infos["fixes"].T
         np.testing.assert_allclose(earned, np.where(judged, 7 * compliant / np.maximum(judged, 1), -1.4), atol=1e-9)
         episodes.append(infos["fixes"])
+    state, vec_env.recent = vec_env.get_state(), None
+    vec_env.set_state(state)
     np.testing.assert_array_equal(vec_env.recent, np.stack(episodes[:1:-1], axis=1))
     assert {0, 1} < set(np.array(episodes)[..., workflow.JUDGED].flat)
     assert 0 < np.sum(episodes, (0, 1))[workflow.COMPLIANT] < np.sum(episodes, (0, 1))[workflow.JUDGED]
@@ -169,6 +171,7 @@ def test_alignment_telescopes_to_lambda_times_the_last_compliance(cage2: ModuleT
     assert vec_env.recent.any()
     vec_env.reset(seed=0)
     assert not vec_env.recent.any()
+    assert not vec_env.episodes.any()
 
 
 def test_the_final_observation_shows_the_order_of_the_episode_that_ended(cage2: ModuleType) -> None:
@@ -270,12 +273,13 @@ def test_games_in_processes_are_judged_alike(cage2: ModuleType, monkeypatch: pyt
                     vec_env.set_state(state)
         assert (total > 0).all()
         for action in (20, 0):  # an episode that is lost with its worker earns nothing for a fix, nor for having none
-            recent = both[1].recent.copy()
+            recent, episodes = both[1].recent.copy(), both[1].episodes + 1
             both[1].unwrapped._pool.workers[0].process.kill()
             infos = both[1].step(np.full(3, action))[4]
             assert infos["worker_restarted"].all()
             assert not infos["alignment"].any()
             np.testing.assert_array_equal(both[1].recent, recent)
+            np.testing.assert_array_equal(both[1].episodes, episodes)
     finally:
         both[1].close()
     monkeypatch.setattr(cage2, "make_env", lambda *args: gym.Wrapper(make_env(cage2.Args(), *args[1:])))
@@ -306,6 +310,8 @@ def test_alignment_is_learnt_not_reported(cage2: ModuleType, tmp_path: Path, mon
     assert (restores < 20).all()
     earned = float(calls[0][0][0].sum(0).mean())  # the first rollout: an episode and 5 more steps
     assert earned == pytest.approx(0.5 * (-6 - restores[0] * 25 / 20), abs=0.75)
+    raw = float(calls[0][0][0].mean()) / 0.5 + 4 * 6 / 100  # a mean over 100 steps, in which four episodes ended
+    assert progress["rollout/mean_reward"][0] == pytest.approx(raw, abs=1e-5)
     assert np.isnan(progress["rollout/compliance"]).all()
 
 
@@ -326,9 +332,7 @@ STOPS: dict[str, tuple[float, Any, dict[str, Any], range | None]] = {
 def test_compliance_ends_a_run(cage2: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     evaluated, sampled_comply, values, stop = STOPS[name]
     score, falling = cage2.score, itertools.count(0, -1)
-    monkeypatch.setattr(
-        cage2, "score", lambda *a, **k: score(*a, **k) | {"compliance": evaluated, "score": next(falling)}
-    )
+    monkeypatch.setattr(cage2, "score", lambda *a: score(*a) | {"compliance": evaluated, "score": next(falling)})
     monkeypatch.setattr(cage2, "is_compliant", sampled_comply or cage2.is_compliant)
     settings = {"workflow": USER_LAST, "red_agent": "b_line", "compliance_threshold": 0.5, "min_episodes": 1} | values
     result = cage2.train(tiny_args(cage2, tmp_path, **settings))
@@ -386,6 +390,8 @@ def test_the_posterior_of_two_observations_in_closed_form() -> None:
     np.testing.assert_allclose(mean[[0, 60, 119]], [-14, -20, -17], atol=0.05)
     np.testing.assert_allclose(std[[0, 60, 119]], 0.1, rtol=0.05)
     assert std.max() > 10 * std[0]
+    tenth = search.posterior_returns([0, 60, 119], [-1.4, -2.0, -1.7], [0.01] * 3, 0.2)
+    np.testing.assert_allclose(tenth, (mean / 10, std / 10))
 
 
 def tries(landscape: np.ndarray, number: int, seed: int = 1) -> list[int]:

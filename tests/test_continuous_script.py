@@ -146,10 +146,8 @@ def test_the_kl_limit_ends_an_update_after_the_epoch_that_exceeds_it(
     assert free["epochs"] == generous["epochs"] == 3 * 8
     assert_same(weights(free["logdir"]), weights(generous["logdir"]))
     assert max(columns(free["logdir"])["train/approx_kl"]) > 0.02
-    take_steps, kls = continuous.take_steps, itertools.cycle([0.0, 0.0, 0.03])  # of that epoch, not of all so far
-    monkeypatch.setattr(
-        continuous, "take_steps", lambda *a: take_steps(*a) | {"approx_kl": torch.full((2,), next(kls))}
-    )
+    steps, kls = continuous.take_steps, itertools.cycle([0.0, 0.0, 0.03])  # of that epoch, not of all so far
+    monkeypatch.setattr(continuous, "take_steps", lambda *a: steps(*a) | {"approx_kl": torch.full((2,), next(kls))})
     assert run_tiny(target_kl=0.02, **settings)["epochs"] == 3 * 3
 
 

@@ -301,12 +301,10 @@ ENDINGS = {
     # the world is now 4, which is what a warp pipe does
     "a warp": Ending("1-2", [NOOP], "", range(40, 41), OF_WORLD_4, {"world": 4, "status": 2, "coins": 12}),
 }
-ON_NES_PY = [("nes_py", name) for name in ENDINGS if name not in ("the goal of 1-4", "a pit")]  # recorded on FCEUmm
+ON_NES = [("nes_py", name) for name in ENDINGS if name not in ("the goal of 1-4", "a pit")]  # recorded on FCEUmm
 
 
-@pytest.mark.parametrize(
-    ("backend", "name"), [*(("fceumm", name) for name in ENDINGS), *ON_NES_PY], indirect=["backend"]
-)
+@pytest.mark.parametrize(("backend", "name"), [*(("fceumm", name) for name in ENDINGS), *ON_NES], indirect=["backend"])
 def test_how_an_episode_ends_and_what_it_is_worth(backend: str, name: str) -> None:
     """Ground and clock, and 50 for the flag or against death and standstill, a tenth of all."""
     ending = ENDINGS[name]
@@ -549,7 +547,6 @@ def test_every_build_of_nes_py_computes_the_same_memory_and_pictures() -> None:
     assert digest.hexdigest() == "9c338ea443ce30dff2cb5ee3b0e0f003b76a3213d06bed5674cf0a398faf954a"
 
 
-@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="needs POSIX timers")
 def test_ctrl_c_is_not_swallowed_by_the_emulator(backend: str) -> None:
     """A handler's exception must reach the caller, although libretro cores call Python from C."""
 

@@ -25,10 +25,7 @@ from envs.mario_game import MarioGame
 from tests.conftest import FASTEST_EMULATOR, columns, command_line, make_sample, minibatches_of, spy, tiny_args, weights
 from tests.test_mario_env import GOAL_RUNS, NOOP, RUN, decode, require
 
-BACKENDS = [
-    FASTEST_EMULATOR,
-    *([pytest.param("nes_py", marks=pytest.mark.slow)] if FASTEST_EMULATOR == "fceumm" else []),
-]
+BACKENDS = [FASTEST_EMULATOR, *[pytest.param("nes_py", marks=pytest.mark.slow)] * (FASTEST_EMULATOR == "fceumm")]
 STILL = {"noop_max": 0, "sticky_action_probability": 0.0}  # no chance in a game
 
 

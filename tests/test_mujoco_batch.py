@@ -288,7 +288,6 @@ def test_mistakes_are_answered_in_one_sentence() -> None:
             call()
 
 
-@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="counts threads in /proc")
 def test_close_and_garbage_collection_end_the_threads() -> None:
     def num_threads() -> int:
         gc.collect()
@@ -358,7 +357,6 @@ def test_other_warnings_of_mujoco_become_warnings_also_from_its_own_threads(tmp_
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_is_told_and_can_leave_while_the_parent_goes_on(tmp_path: Path) -> None:
     done = python("-c", BATCH + FORK, folder=tmp_path)
     assert done.stdout == "parent goes on\n", done.stderr

@@ -37,7 +37,6 @@ SEMAPHORES = f"mp{os.getpid()}"  # what the names of our semaphores, and of our 
 pytestmark = [
     pytest.mark.timeout(60),
     pytest.mark.xdist_group("faults"),
-    pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc and /dev/shm"),
     pytest.mark.filterwarnings("ignore:.*ERROR", "ignore:.*WARN"),
 ]
 

@@ -37,7 +37,7 @@ FIRST_SLOT = np.searchsorted([host for host, _ in DECOY_SLOTS], range(len(HOSTS)
 REDUCED_HOSTS = [HOSTS.index(h) for h in ("Defender", "Enterprise0", "Enterprise1", "Enterprise2", "Op_Server0",
                                           "User1", "User2", "User3", "User4")]  # fmt: skip
 
-# A workflow may ask for the repair of any host but User0, where red's foothold never ends.
+# A workflow may ask for the repair of any host but User0, where red's sessions cost nothing.
 WORKFLOW_HOSTS = [h for h, name in enumerate(HOSTS) if name != "User0"]
 
 
@@ -113,7 +113,7 @@ class Memory(VectorWrapper):
     that has passed is an input too; which episodes a lost worker ended, `EpisodeStatistics` below must say.
 
     Raises ValueError for environments that do not restart within the step that ends an episode (SAME_STEP), and where
-    the game's 52 bits are not the first of a wrapper's observation.
+    the first 52 numbers of a wrapper's observation cannot be the game's bits.
     """
 
     def __init__(

@@ -2,7 +2,7 @@
 
 A workflow is a priority order over the five unit types. Blue is told it by a 5 x 5 one-hot, and a fix (Remove or
 Restore) complies if no unit of a strictly higher type has, in the true state before the action, a red session that
-Blue can end. User0 does not count: red's foothold there never ends.
+Blue can end. User0 does not count: sessions there cost nothing, and the reduced actions cannot end them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def parse_workflow(text: str) -> int:
     units = [unit.strip() for unit in text.split(",")]
     for unit in units:
         if unit not in UNIT_TYPES:
-            close = difflib.get_close_matches(unit, UNIT_TYPES, n=1, cutoff=0.0)[0]
+            close = difflib.get_close_matches(unit.lower(), (*UNIT_TYPES, "any"), n=1, cutoff=0.0)[0]
             raise ValueError(f"There is no unit type {unit!r} in a workflow; did you mean {close}?")
     if sorted(units) != sorted(UNIT_TYPES):
         raise ValueError(f"A workflow names each of {', '.join(UNIT_TYPES)} once, but this is {text!r}.")
