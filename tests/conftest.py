@@ -181,16 +181,10 @@ def column(*numbers: float) -> torch.Tensor:
 
 
 def gae(
-    script: ModuleType,
-    rewards: torch.Tensor,
-    values: torch.Tensor,
-    last_values: Any,
-    gamma: float,
-    gae_lambda: float,
-    terminations: torch.Tensor | None = None,
-    truncations: torch.Tensor | None = None,
+    script: ModuleType, rewards: torch.Tensor, values: torch.Tensor, last_values: Any, gamma: float, gae_lambda: float,
+    terminations: torch.Tensor | None = None, truncations: torch.Tensor | None = None,
     final_values: dict[tuple[int, int], float] | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """compute_gae where V(s') is the next row's V, `last_values` after the last row, and `final_values[t, n]` after
     the steps named there (episodes cut by a time limit)."""
     no = torch.zeros_like(rewards, dtype=torch.bool)
@@ -358,8 +352,7 @@ def run_program(script: ModuleType, folder: Path, *argv: str, **environment: str
 def fork(work: Callable[[], int | None], output: Path) -> int:
     """Run `work` in a child process, its output in a file; returns the child's id. Exit code: what it returns, or 1.
     The child has everything imported; it is a real process and dies a real death."""
-    pid = os.fork()
-    if pid:
+    if pid := os.fork():
         return pid
     code = 1
     try:

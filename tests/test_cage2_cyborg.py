@@ -137,6 +137,7 @@ def test_equal_seeds_repeat_and_a_mixture_draws_the_red_agent() -> None:
 
     runs = [run(seed) for seed in range(30)]
     assert runs == [run(seed) for seed in range(30)]
+    assert len({random.random() for _ in "ab" if env.reset()}) == 2
     assert 5 < [agent for agent, *_ in runs].count("meander") < 25
     assert len(scenarios_built) == 2  # one game for each red agent, kept between episodes
     assert env.reset(options={"red_agent": "sleep"})[1]["red_agent"] == "sleep"
@@ -167,7 +168,7 @@ def test_bad_settings_get_one_clear_sentence() -> None:
 
 
 def test_many_run_in_processes_and_restart_in_the_same_step() -> None:
-    with closing(make_cyborg_vec_env(4, num_workers=2, red_agent="b_line", max_steps=5, context="fork")) as envs:
+    with closing(make_cyborg_vec_env(4, 2, "fork", red_agent="b_line", max_steps=5, state_in_info=True)) as envs:
         obs, _ = envs.reset(seed=3)
         assert obs.shape == (4, 52)
         for step in range(10):
@@ -176,3 +177,4 @@ def test_many_run_in_processes_and_restart_in_the_same_step() -> None:
             assert not terminations.any()
             assert ("final_obs" in infos) == (step % 5 == 4)
         assert (obs.any(), infos["final_obs"][0].any()) == (False, True)
+        assert "red_access" in infos

@@ -158,6 +158,12 @@ def test_constructor_seed_and_reset_seed_agree_and_later_resets_go_on() -> None:
     first.set_state(first.get_state())
     assert first.np_random_seed == (-1, -1)
     assert Cage2VecEnv(2).np_random_seed != Cage2VecEnv(2).np_random_seed
+    one, other, restored = (Cage2Env() for _ in range(3))
+    one.reset(), other.reset()
+    assert one.get_state()["rng"] != other.get_state()["rng"]
+    restored.set_state(one.get_state())
+    one.reset(), restored.reset()
+    assert_same(restored.get_state(), one.get_state())
 
 
 @pytest.mark.parametrize("red_agent", [*RED_AGENTS, MIXTURE])

@@ -289,5 +289,7 @@ def test_play_prints_and_writes_gifs(cage2: ModuleType, capsys: pytest.CaptureFi
     assert (code, "compliance" in out) == (0, True), err
     assert [PIL.Image.open(path).size for path in (tmp_path / "gifs").glob("b_line_*.gif")] == [(760, 440)] * 2
     assert "Op_Server0" in run_main(*argv, "--render")[1]
+    cage2.train(tiny_args(cage2, tmp_path / "meander", red_agent="meander"))
+    assert cage2.play(cage2.PlayArgs(str(tmp_path / "meander"))).keys() == {"meander"}
     code, _, err = run_main(*argv[:-1], "user")
     assert (code, "Traceback" not in err) == (2, True), err

@@ -211,6 +211,8 @@ def test_orders_depend_on_the_environments_seed_and_episode_alone(cage2: ModuleT
         other.set_state(state)
         np.testing.assert_array_equal(orders(other), four)
     assert len(np.unique(four)) > 20
+    one, another = (cage2.make_envs(cage2.Args(workflow="any"), 4).seeds for _ in range(2))
+    assert (one != another).any()
     seeds = other.seeds.tolist()
     other.reset(seed=[7, None, None, None])
     assert other.seeds.tolist() == [7, *seeds[1:]]
@@ -265,6 +267,8 @@ def test_games_in_processes_are_judged_alike(cage2: ModuleType, monkeypatch: pyt
             for key in ("alignment", "fixes"):
                 np.testing.assert_array_equal(one[4][key], other[4][key])
             total += one[4]["fixes"].sum(0)
+            if t == 50:
+                both[0].reset(), both[1].reset()
             if t == 35:
                 for vec_env in both:
                     state = vec_env.get_state()

@@ -163,8 +163,7 @@ def test_an_episode_begins_with_a_reset_and_ends_with_the_only_info(backend: str
     assert_same(env.reset(seed=0)[0], first)
     steps = play(begin("1-1", backend, max_episode_steps=5, stuck_steps=5), [NOOP] * 10 + [RUN] * 10)
     assert_same(steps[5:10] + steps[15:], steps[:5] + steps[10:15])
-    env.close()
-    env.close()
+    env.close(), env.close()
     with pytest.raises(ResetNeeded, match="call reset"):
         env.step(NOOP)
     assert_same(env.reset(seed=0)[0], first)

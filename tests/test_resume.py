@@ -161,8 +161,7 @@ MOMENTS: dict[str, Callable[[ModuleType], Callable[[], None]]] = {
 
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_a_run_killed_at_an_awkward_moment_ends_alike(continuous: ModuleType, tmp_path: Path, moment: str) -> None:
-    values = {"total_timesteps": 6 * 64, "save_every": 64, "eval_every": 192}
-    output = tmp_path / "output.txt"
+    values, output = {"total_timesteps": 6 * 64, "save_every": 64, "eval_every": 192}, tmp_path / "output.txt"
     assert wait(start(continuous, tmp_path / "unbroken", values)) == 0, output.read_text()[-2000:]
     logdir = tmp_path / "broken"
     assert wait(start(continuous, logdir, values, MOMENTS[moment](continuous))) == -signal.SIGKILL
@@ -183,17 +182,12 @@ def test_tensorboard_shows_one_curve_without_holes_or_doubled_points(continuous:
     assert set(events.Tags()["scalars"]) == logged - {"global_step"}
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        {},
-        {"env_id": "Hopper-v5"},
-        {"critic_learning_rate": 1e-3},
-        {"average_reward_rate": 0.1, "norm_reward": False},
-        {"time_scaled_reward": True, "norm_reward": False},
-    ],
-    ids=str,
-)
+MODES: Any = [{}, {"env_id": "Hopper-v5"}, {"critic_learning_rate": 1e-3},
+              {"average_reward_rate": 0.1, "norm_reward": False},
+              {"time_scaled_reward": True, "norm_reward": False}]  # fmt: skip
+
+
+@pytest.mark.parametrize("values", MODES, ids=str)
 def test_a_run_may_be_extended_and_is_then_the_longer_run(run_tiny: Run, values: dict[str, Any]) -> None:
     """At a constant learning rate three updates and three more are six, whatever workers, evaluations and saves."""
     values = {"eval_every": 64, "lr_decay": "none"} | values
