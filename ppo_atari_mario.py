@@ -621,7 +621,7 @@ class PlayArgs:
     stochastic: bool = False  # sample the actions instead of taking the policy's mode
     render: bool = False  # show the episodes in a window
     save_gif: bool = False  # write a GIF of each episode
-    gif_fps: int = 20  # most pictures per second of a GIF, up to 50; it plays in real time: Mario has 60 / --skip
+    gif_fps: int = 20  # most pictures per second of a GIF, up to 50; it plays in real time: games have 60 / --skip
     gif_frames: int = 300  # most pictures of a GIF
     gif_dir: str | None = None  # folder of the GIFs; default: gifs, beside the checkpoint
 

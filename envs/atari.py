@@ -107,6 +107,7 @@ class AtariGame(gym.Wrapper):
         """Start a game, with FIRE once where it has that button: some wait for it."""
         frame, info = self.env.reset(**kwargs)
         if self._begins_with_fire:  # detail 17
+            self._sticky.last_action = FIRE  # else sticky actions swallow it once in 256 times: no ball, no end
             frame, _, _, _, info = self.env.step(FIRE)
         self._lives, self._steps = info["lives"], 0
         self._frames[:] = frame
@@ -128,6 +129,7 @@ class AtariGame(gym.Wrapper):
         life_lost = info["lives"] < self._lives
         self._lives = info["lives"]
         if life_lost and self._begins_with_fire and not terminated:
+            self._sticky.last_action = FIRE
             frame, points, terminated, _, _ = self.env.step(FIRE)
             reward = float(reward) + float(points)
         self._steps += 1
