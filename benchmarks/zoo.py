@@ -56,7 +56,8 @@ def score(path: Path, script: str, episodes: int) -> dict[str, Any]:
     return row | ({"flags": output.getvalue().count("flag reached")} if "mario" in script else {})
 
 
-def write_page() -> None:
+def make_page() -> str:
+    """zoo/README.md, of the rows that lie there."""
     lines = [
         "# Trained checkpoints", "",
         "Each plays at once: `python SCRIPT play --checkpoint zoo/NAME.pt --save-gif`. The score: mean return,",
@@ -71,7 +72,7 @@ def write_page() -> None:
         score += f", {row['flags']} reach the flag" if "flags" in row else ""
         trained = f"{row['step']:,}, {row['seed']}, {row['commit']}"
         lines.append(f"| `{path.stem}.pt` | `{row['script']}.py` | {score} | {trained} |")
-    (ZOO / "README.md").write_text("\n".join(lines) + "\n")
+    return "\n".join(lines) + "\n"
 
 
 def flags_of(path: Path, stage: str, episodes: int) -> int:
@@ -125,7 +126,7 @@ def main() -> None:
     options = parser.parse_args()
     for run in options.runs:
         add(run, options.suffix)
-    write_page()
+    (ZOO / "README.md").write_text(make_page())
     if options.stages is not None:
         paths = [ZOO / f"{name}.pt" for name in options.stages] or sorted(ZOO.glob("Mario-*.pt"))
         for path in paths:

@@ -107,12 +107,16 @@ class AtariGame(gym.Wrapper):
         """Start a game, with FIRE once where it has that button: some wait for it."""
         frame, info = self.env.reset(**kwargs)
         if self._begins_with_fire:  # detail 17
-            self._sticky.last_action = FIRE  # else sticky actions swallow it once in 256 times: no ball, no end
-            frame, _, _, _, info = self.env.step(FIRE)
+            frame, _, _, _, info = self._press_fire()
         self._lives, self._steps = info["lives"], 0
         self._frames[:] = frame
         self._playing = True
         return self._frames.copy(), {}
+
+    def _press_fire(self) -> tuple[Any, ...]:
+        """A step with FIRE in every frame: one that sticky actions swallow leaves a game that nothing ends."""
+        self._sticky.last_action = FIRE
+        return self.env.step(FIRE)
 
     def step(self, action: Any) -> tuple[np.ndarray, Any, bool, bool, dict[str, Any]]:
         """Hold an action for `skip` frames. When that costs a life, the next life begins as a game does.
@@ -129,8 +133,7 @@ class AtariGame(gym.Wrapper):
         life_lost = info["lives"] < self._lives
         self._lives = info["lives"]
         if life_lost and self._begins_with_fire and not terminated:
-            self._sticky.last_action = FIRE
-            frame, points, terminated, _, _ = self.env.step(FIRE)
+            frame, points, terminated, _, _ = self._press_fire()
             reward = float(reward) + float(points)
         self._steps += 1
         truncated = not terminated and self._steps >= self._max_steps

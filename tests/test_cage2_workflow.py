@@ -156,7 +156,8 @@ def test_alignment_telescopes_to_lambda_times_the_last_compliance(cage2: ModuleT
     for _ in range(7):
         earned = np.zeros(16)
         for _ in range(12):
-            _, _, _, truncated, infos = vec_env.step(rng.integers(12, 36, 16) * (rng.random(16) < 0.2))  # or Sleep, 0
+            actions = np.where(rng.random(16) < 0.2, rng.integers(12, 36, 16), 0)  # a fix, or Sleep
+            _, _, _, truncated, infos = vec_env.step(actions)
             earned += infos["alignment"]
         assert truncated.all()
         compliant, _, judged, _ = infos["fixes"].T
@@ -267,14 +268,14 @@ def test_games_in_processes_are_judged_alike(cage2: ModuleType, monkeypatch: pyt
             for key in ("alignment", "fixes"):
                 np.testing.assert_array_equal(one[4][key], other[4][key])
             total += one[4]["fixes"].sum(0)
-            if t == 50:
-                both[0].reset(), both[1].reset()
             if t == 35:
                 for vec_env in both:
                     state = vec_env.get_state()
                     for _ in range(20):
                         vec_env.step(np.zeros(3, int))
                     vec_env.set_state(state)
+            if t == 50:
+                both[0].reset(), both[1].reset()
         assert (total > 0).all()
         for action in (20, 0):  # an episode that is lost with its worker earns nothing for a fix, nor for having none
             recent, episodes = both[1].recent.copy(), both[1].episodes + 1
