@@ -143,6 +143,7 @@ def check_ranges(args: Any) -> None:
 class Args(PPOArgs, EnvironmentArgs, RunArgs):
     def __post_init__(self) -> None:
         check_ranges(self)
+        self.init_from = None if self.init_from is None else str(self.init_from)  # a Path cannot be loaded
         self.batch_size, minibatches = self.num_envs * self.num_steps, self.num_minibatches
         self.num_updates = int(self.total_timesteps // self.batch_size)
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
@@ -596,11 +597,10 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 def save(path: Path, state: dict[str, Any]) -> None:
     """Write a checkpoint so that `path` is a complete file at every moment. Arrays become tensors: data, not code."""
-    with open(path.with_suffix(".tmp"), "wb") as file:
-        torch.save(tree_map(lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x, state), file)
-        file.flush()
+    torch.save(tree_map(lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x, state), f"{path}.tmp")
+    with open(f"{path}.tmp", "rb") as file:
         os.fsync(file.fileno())
-    os.replace(path.with_suffix(".tmp"), path)
+    os.replace(f"{path}.tmp", path)
 
 
 def load(path: Path) -> dict[str, Any]:

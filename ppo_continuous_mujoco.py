@@ -71,7 +71,7 @@ class EnvironmentArgs:
     step_timeout: float = 300.0  # seconds after which a worker process that has not finished its step counts as hung
     on_worker_failure: Literal["raise", "restart"] = "raise"  # a lost worker process ends the run, or is replaced
     reset_steps: int | None = None  # time limit of episodes in steps (a truncation); default: the task's own
-    norm_obs: bool = True  # normalise observations by their running mean and standard deviation, clip to +-10
+    norm_obs: bool = True  # normalise observations by running mean and deviation, clip to +-10; off: --init-from's stay
     norm_reward: bool = True  # divide rewards by the running deviation of the discounted return, clip to +-10
     time_scaled_reward: bool = False  # divide each reward by its step's number in the episode (growing costs look flat)
 
@@ -122,6 +122,7 @@ def check_ranges(args: Any) -> None:
 class Args(PPOArgs, EnvironmentArgs, RunArgs):
     def __post_init__(self) -> None:
         check_ranges(self)
+        self.init_from = None if self.init_from is None else str(self.init_from)  # a Path cannot be loaded
         self.batch_size, minibatches = self.num_envs * self.num_steps, self.num_minibatches
         self.num_updates = int(self.total_timesteps // self.batch_size)
         batch = f"the batch of {self.batch_size} (--num-envs {self.num_envs} x --num-steps {self.num_steps})"
@@ -317,7 +318,7 @@ def evaluate(agent: Agent, vec_env: Any, seed: int = 10_000, deterministic: bool
     returns, lengths = np.zeros(vec_env.num_envs), np.zeros(vec_env.num_envs, dtype=int)
     running = np.ones(vec_env.num_envs, dtype=bool)  # only the first episode of each environment counts
     obs, _ = vec_env.reset(seed=seed)
-    limit = getattr(vec_env.unwrapped.spec, "max_episode_steps", None) or 1000  # without a time limit: 1,000 steps
+    limit = getattr(vec_env.unwrapped.spec, "max_episode_steps", None) or 1000  # none in its spec: 1,000 steps
     while running.any():
         policy = agent.policy(torch.as_tensor(obs, device=next(agent.parameters()).device))
         actions = policy.mode if deterministic else policy.sample()
@@ -422,7 +423,7 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
                 next_values[times, envs] = agent.get_value(torch.as_tensor(np.stack(final_obs), device=args.device))
         # --- advantages -----------------------------------------------------------------------------------------------
         gamma = 1 - (1 - args.gamma) / args.horizon_growth**progress
-        if args.average_reward_rate is not None:  # differential values: r - average + V(s') - V(s), without gamma
+        if args.average_reward_rate:  # differential values: r - average + V(s') - V(s), without gamma
             share = args.average_reward_rate if run.average_reward else 1.0  # of none yet: the mean itself
             run.average_reward += share * (rewards.mean().item() - run.average_reward)
             rewards, gamma = rewards - run.average_reward, 1.0
@@ -521,11 +522,10 @@ def train(args: Args, signals: list[int] | None = None) -> dict[str, Any]:
 # ---- Checkpoints -----------------------------------------------------------------------------------------------------
 def save(path: Path, state: dict[str, Any]) -> None:
     """Write a checkpoint so that `path` is a complete file at every moment. Arrays become tensors: data, not code."""
-    with open(path.with_suffix(".tmp"), "wb") as file:
-        torch.save(tree_map(lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x, state), file)
-        file.flush()
+    torch.save(tree_map(lambda x: torch.from_numpy(x) if isinstance(x, np.ndarray) else x, state), f"{path}.tmp")
+    with open(f"{path}.tmp", "rb") as file:
         os.fsync(file.fileno())
-    os.replace(path.with_suffix(".tmp"), path)
+    os.replace(f"{path}.tmp", path)
 
 
 def load(path: Path) -> dict[str, Any]:

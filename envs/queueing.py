@@ -22,9 +22,10 @@ from gymnasium import spaces
 
 class QueueEnv(gymnasium.Env):
     """Observation: the backlogs of the n queues, float32 (n,), and with `setup` n zeros and ones more, whose one shows
-    where the server stands. Action: Discrete(n) or, with `continuous=True`, Box (n - 1,): the queue whose number is
-    largest, where queue 0 always has 0 (so for two queues the sign chooses). Reward: minus the sum of the backlogs
-    after the step, in jobs. With `setup`, a step that turns the server to another queue serves no job.
+    where the server stands. Action: Discrete(n) or, with `continuous=True`, Box (n - 1,): the first of the queues whose
+    number is largest, where queue 0 always has 0 (so for two queues the sign chooses; clipped to the Box, numbers above
+    1 are equal). Reward: minus the sum of the backlogs after the step, in jobs. With `setup`, a step that turns the
+    server to another queue serves no job.
 
     Raises ValueError if a probability lies outside [0, 1], if the load is 1 or more (queues then grow under any
     policy), and for an action that does not exist; gymnasium.error.UnsupportedMode for such a render mode.

@@ -97,7 +97,7 @@ def test_the_horizon_grows_over_the_run(continuous: ModuleType, run_tiny: Run, m
 def test_no_fall_ends_an_average_reward(continuous: ModuleType, run_tiny: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a fall, worth 0, would be worth the average, more than a hard step. One in the limit's step is one too."""
     calls = spy(monkeypatch, continuous, "compute_gae")
-    for rate in (None, 0.1):
+    for rate in (0, 0.1):
         run_tiny(average_reward_rate=rate, total_timesteps=64, **KNOWN, **PLAIN)
     falls, limits = (x.bool() for x in calls[0][0][3:5])
     assert min((falls & limits).sum(), (falls & ~limits).sum(), (limits & ~falls).sum()) > 0

@@ -255,7 +255,7 @@ def test_best_is_of_deterministic_actions(script: ModuleType, tmp_path: Path, mo
 def test_a_run_begins_with_the_weights_that_it_is_given(script: ModuleType, tmp_path: Path) -> None:
     run = tiny_runner(script, tmp_path)
     start = Path(run()["logdir"]) / "latest.pt"
-    begun = weights(run(init_from=str(start), learning_rate=1e-9, seed=2)["logdir"])
+    begun = weights(run(init_from=start, learning_rate=1e-9, seed=2)["logdir"])
     for name, tensor in weights(start.parent).items():
         torch.testing.assert_close(begun[name], tensor, rtol=0, atol=1e-6)
 
