@@ -128,9 +128,9 @@ def main() -> None:
                   for label, folders in zip(labels, settings.values(), strict=True)}  # fmt: skip
         if not any(len(curve["steps"]) for seeds in curves.values() for curve in seeds):
             raise ValueError(f"{y} holds no number yet.")
+        draw({"": curves}, options.o, y, options.x)
     except (OSError, ValueError) as error:
         sys.exit(f"error: {error}")
-    draw({"": curves}, options.o, y, options.x)
     print(options.o)
 
 

@@ -63,8 +63,9 @@ def test_arguments_reach_the_processes_and_errors_the_caller(tmp_path: Path, mon
     vec_env.close()
     with pytest.raises(gym.error.NameNotFound, match="Hoper"):
         vectorize(partial(gym.make, "Hoper-v5"), 2)
-    with pytest.raises(gym.error.Error, match="takes no render_mode"):
-        vectorize(partial(BadEnd, True, render_mode="rgb_array"), 1)
+    for undrawn in (partial(BadEnd, True), type("Bare", (), {})):
+        with pytest.raises(gym.error.Error, match="takes no render_mode"):
+            vectorize(partial(undrawn, render_mode="rgb_array"), 1)
     with pytest.raises(TypeError, match="truncated"):
         vectorize(BadEnd, 1)
     robot: Any = follow_robot(gym.make("HalfCheetah-v5", render_mode="rgb_array")).unwrapped
